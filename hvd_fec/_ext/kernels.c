@@ -1,0 +1,117 @@
+/* One copy of the kernels per instruction set, and the choice between them. */
+#include "kernels.h"
+
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define X86 1
+#include <immintrin.h>
+#endif
+
+/* A kept value decodes to 4/3 of its octave's lower end (docs/algorithms.md): this is the
+ * mantissa field of 4/3 in float32. */
+#define FEC_MANTISSA 0x2aaaabu
+
+static inline uint32_t bits_of(float f)
+{
+    uint32_t b;
+    memcpy(&b, &f, 4);
+    return b;
+}
+
+static inline float float_of(uint32_t b)
+{
+    float f;
+    memcpy(&f, &b, 4);
+    return f;
+}
+
+/* The wire format is little-endian, and so is every machine that TensorFlow runs on. */
+static inline uint64_t load64(const uint8_t *p)
+{
+    uint64_t w;
+    memcpy(&w, p, 8);
+    return w;
+}
+
+static inline void store64(uint8_t *p, uint64_t w) { memcpy(p, &w, 8); }
+
+/* lut[sign << 4 | code] = scale times the value that the code stands for. */
+static void fec_values(int threshold, float scale, float *lut)
+{
+    lut[0] = lut[16] = 0.0f;
+    for (unsigned c = 1; c < 16; c++) {
+        uint32_t exponent = (uint32_t)(threshold + 126 + (int)c);
+        float value = float_of(exponent << 23 | FEC_MANTISSA) * scale;
+        lut[c] = value;
+        lut[16 | c] = -value;
+    }
+}
+
+#ifdef X86
+#include "compress8.h"
+#endif
+
+#define PASTE_(a, b) a##_##b
+#define PASTE(a, b) PASTE_(a, b)
+#define STRING_(a) #a
+#define STRING(a) STRING_(a)
+#define NAME(x) PASTE(x, NAME_SUFFIX)
+
+#define NAME_SUFFIX baseline
+#define TARGET
+#include "kernels_template.h"
+#undef NAME_SUFFIX
+#undef TARGET
+
+#ifdef X86
+#define NAME_SUFFIX avx2
+#define VECTOR256
+#define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt")))
+#include "kernels_template.h"
+#undef NAME_SUFFIX
+#undef TARGET
+
+#undef VECTOR256
+#define NAME_SUFFIX avx512
+#define VECTOR512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,popcnt," \
+                                     "prefer-vector-width=512")))
+#include "kernels_template.h"
+#undef NAME_SUFFIX
+#undef TARGET
+#endif
+
+const kernel_set *kernels_available(size_t i)
+{
+#ifdef X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && i-- == 0)
+        return &kernels_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+        __builtin_cpu_supports("bmi2") && i-- == 0)
+        return &kernels_avx2;
+#endif
+    return i == 0 ? &kernels_baseline : NULL;
+}
+
+unsigned kernels_enter(void)
+{
+#ifdef X86
+    unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode & ~0x8040u); /* flush-to-zero and denormals-are-zero off */
+    return mode;
+#else
+    return 0;
+#endif
+}
+
+void kernels_leave(unsigned mode)
+{
+#ifdef X86
+    _mm_setcsr((_mm_getcsr() & ~0x8040u) | (mode & 0x8040u));
+#else
+    (void)mode;
+#endif
+}

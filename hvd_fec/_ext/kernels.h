@@ -1,0 +1,60 @@
+/* Kernels of hvd_fec: plain C over raw memory, no Python in here.
+ *
+ * Every routine exists once per instruction set (kernels_template.h); the caller picks
+ * one of `kernels_available`. All sets write the same bytes.
+ */
+#ifndef HVD_FEC_KERNELS_H
+#define HVD_FEC_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Elements of one independently coded chunk. Its code plane (16 KiB) stays in a first-level cache. */
+#define FEC_CHUNK 32768
+
+/* dtype codes of the wire format (docs/wire-format.md) */
+enum { DTYPE_FLOAT16 = 1, DTYPE_BFLOAT16 = 2, DTYPE_FLOAT32 = 3, DTYPE_FLOAT64 = 4 };
+
+/* What a malformed FEC chunk can be guilty of. */
+enum {
+    FEC_OK = 0,
+    FEC_CODES_TOO_LONG = 1,  /* a chunk's code stream is longer than its plane */
+    FEC_CODES_OVERRUN = 2,   /* its runs and literals leave the plane */
+    FEC_CODES_ZERO = 3,      /* a literal is zero, or the stream ends in a run */
+    FEC_CODES_PADDING = 4,   /* the unused nibble of an odd chunk is not zero */
+    FEC_SIGNS_TOO_LONG = 5,
+    FEC_SIGNS_OVERRUN = 6,
+    FEC_SIGNS_ZERO = 7,
+    FEC_SIGNS_PADDING = 8,   /* bits after the last sign are not zero */
+    FEC_LENGTHS = 9          /* the chunk table does not add up to the section lengths */
+};
+
+typedef struct {
+    size_t codes;   /* bytes of the code section */
+    size_t signs;   /* bytes of the sign section */
+    uint64_t kept;  /* values kept */
+} fec_sizes;
+
+typedef struct {
+    const char *name;
+    int (*all_finite)(const void *x, int dtype, size_t n);
+    fec_sizes (*fec_encode)(const void *x, int dtype, float *residual, size_t n, int threshold,
+                            uint8_t *codes, uint8_t *signs, uint16_t *table);
+    int (*fec_check)(const uint8_t *codes, size_t codes_len, const uint8_t *signs,
+                     size_t signs_len, const uint16_t *table, size_t n, size_t *bad_chunk,
+                     uint64_t *kept);
+    void (*fec_decode_add)(const uint8_t *codes, const uint8_t *signs, const uint16_t *table,
+                           size_t n, int threshold, float scale, float *out);
+    size_t (*pack_runs)(const uint8_t *plane, size_t n, uint8_t *out);
+    int (*unpack_runs)(const uint8_t *in, size_t in_len, uint8_t *plane, size_t n);
+} kernel_set;
+
+/* The i-th of the sets that this processor can run, best first; NULL after the last. */
+const kernel_set *kernels_available(size_t i);
+
+/* TensorFlow's threads flush denormals to zero. The codecs promise the same bytes everywhere, so
+ * each entry point computes in the default floating-point mode and puts the caller's back. */
+unsigned kernels_enter(void);
+void kernels_leave(unsigned mode);
+
+#endif

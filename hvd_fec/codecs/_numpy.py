@@ -1,0 +1,190 @@
+"""NumPy twins of the compiled kernels: the oracle of the tests, and the fallback.
+
+Same names, arguments, results and bytes as ``hvd_fec/_ext/_kernels.pyx``.
+"""
+
+import numpy as np
+
+CHUNK = 32768
+"""Elements of one independently coded chunk."""
+MANTISSA = 0x2AAAAB
+"""Mantissa field of 4/3 in float32: a kept value decodes to 4/3 of its octave's lower end."""
+
+OK = 0
+CODES_TOO_LONG, CODES_OVERRUN, CODES_ZERO, CODES_PADDING = 1, 2, 3, 4
+SIGNS_TOO_LONG, SIGNS_OVERRUN, SIGNS_ZERO, SIGNS_PADDING = 5, 6, 7, 8
+LENGTHS = 9
+
+
+def isa():
+    return "numpy"
+
+
+def _to_float(x, dtype):
+    if dtype == 1:
+        return x.view(np.float16).astype(np.float32)
+    if dtype == 2:
+        return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == 3:
+        return x.view(np.float32)
+    if dtype == 4:
+        with np.errstate(over="ignore"):
+            return x.view(np.float64).astype(np.float32)
+    raise ValueError(f"unknown dtype code {dtype}")
+
+
+def all_finite(x, dtype):
+    return bool(np.isfinite(_to_float(x, dtype)).all())
+
+
+def pack_runs(plane, out):
+    n = plane.size
+    used = previous = 0
+    for at in np.flatnonzero(plane):
+        run = int(at) - previous
+        token = bytes([255] * (run // 255) + [run % 255, plane[at]])
+        if used + len(token) >= n:
+            return n
+        out[used : used + len(token)] = np.frombuffer(token, np.uint8)
+        used += len(token)
+        previous = int(at) + 1
+    return used
+
+
+def unpack_runs(stream, plane):
+    plane[:] = 0
+    at = i = 0
+    data = stream.tobytes()
+    while i < len(data):
+        run, i = data[i], i + 1
+        at += run
+        if i == len(data):
+            return 2
+        if run == 255:
+            continue
+        if at >= plane.size:
+            return 1
+        if not data[i]:
+            return 2
+        plane[at] = data[i]
+        at, i = at + 1, i + 1
+    return 0
+
+
+def _stream(plane):
+    out = np.empty(plane.size, np.uint8)
+    used = pack_runs(plane, out)
+    return plane if used == plane.size else out[:used]
+
+
+def _quantise(x, residual, threshold):
+    """5-bit codes (sign in bit 4) of x + residual; updates the residual."""
+    bias = threshold + 126
+    value = x if residual is None else x + residual
+    bits = value.view(np.uint32)
+    sign = bits & np.uint32(0x80000000)
+    magnitude = np.minimum(bits & np.uint32(0x7FFFFFFF), np.uint32(0x7F7FFFFF))
+    code = np.clip((magnitude >> 23).astype(np.int32) - bias, 0, 15)
+    if residual is not None:
+        decoded = ((code + bias).astype(np.uint32) << 23) | np.uint32(MANTISSA)
+        decoded[code == 0] = 0
+        np.subtract((magnitude | sign).view(np.float32), (decoded | sign).view(np.float32), residual)
+    return (code | np.where(code > 0, sign >> 27, 0)).astype(np.uint8)
+
+
+def fec_encode(x, dtype, residual, threshold, codes, signs, table):
+    x = _to_float(x, dtype)
+    if residual is not None and residual.size != x.size:
+        raise ValueError(f"residual has {residual.size} elements, x has {x.size}")
+    if not -126 <= threshold <= 113:
+        raise ValueError(f"threshold {threshold} is outside -126..113")
+    code_bytes = sign_bytes = kept = 0
+    for chunk, start in enumerate(range(0, x.size, CHUNK)):
+        part = slice(start, start + CHUNK)
+        with np.errstate(over="ignore"):
+            quantised = _quantise(
+                x[part], None if residual is None else residual[part], threshold
+            )
+        nibbles = np.append(quantised & 15, np.zeros(quantised.size % 2, np.uint8))
+        plane = nibbles[0::2] | nibbles[1::2] << 4
+        bits = (quantised >> 4)[quantised > 0]
+        kept += bits.size
+        stream = _stream(plane)
+        codes[code_bytes : code_bytes + stream.size] = stream
+        sign_stream = _stream(np.packbits(bits, bitorder="little"))
+        signs[sign_bytes : sign_bytes + sign_stream.size] = sign_stream
+        table[2 * chunk : 2 * chunk + 2] = stream.size, sign_stream.size
+        code_bytes += stream.size
+        sign_bytes += sign_stream.size
+    return code_bytes, sign_bytes, kept
+
+
+def _plane(stream, size, too_long):
+    """(status, plane) of one chunk's stream; ``too_long`` is its first status code."""
+    if stream.size > size:
+        return too_long, None
+    if stream.size == size:
+        return OK, stream
+    plane = np.empty(size, np.uint8)
+    bad = unpack_runs(stream, plane)
+    return (too_long + bad if bad else OK), plane
+
+
+def _unpack_chunk(codes, signs, n):
+    """(status, codes per element, sign bits of the kept ones)."""
+    status, plane = _plane(codes, (n + 1) // 2, CODES_TOO_LONG)
+    if status:
+        return status, None, None
+    nibbles = np.stack([plane & 15, plane >> 4], -1).reshape(-1)
+    if nibbles[n:].any():
+        return CODES_PADDING, None, None
+    kept = np.count_nonzero(nibbles)
+    status, plane = _plane(signs, (kept + 7) // 8, SIGNS_TOO_LONG)
+    if status:
+        return status, None, None
+    bits = np.unpackbits(plane, bitorder="little")
+    if bits[kept:].any():
+        return SIGNS_PADDING, None, None
+    return OK, nibbles[:n], bits[:kept]
+
+
+def _chunks(codes, signs, table, n):
+    """Yield (chunk, start, status, codes per element, sign bits), up to the first bad chunk."""
+    for chunk, start in enumerate(range(0, n, CHUNK)):
+        code_len, sign_len = int(table[2 * chunk]), int(table[2 * chunk + 1])
+        if code_len > codes.size or sign_len > signs.size:
+            yield chunk, start, LENGTHS, None, None
+            return
+        result = _unpack_chunk(codes[:code_len], signs[:sign_len], min(CHUNK, n - start))
+        yield (chunk, start, *result)
+        if result[0]:
+            return
+        codes, signs = codes[code_len:], signs[sign_len:]
+    if codes.size or signs.size:
+        yield (n + CHUNK - 1) // CHUNK, n, LENGTHS, None, None
+
+
+def fec_check(codes, signs, table, n):
+    kept = 0
+    if table.size != 2 * ((n + CHUNK - 1) // CHUNK):
+        raise ValueError(f"{table.size} table entries for {n} elements")
+    for chunk, _, status, nibbles, _ in _chunks(codes, signs, table, n):
+        if status:
+            return status, chunk, kept
+        kept += np.count_nonzero(nibbles)
+    return OK, (n + CHUNK - 1) // CHUNK, kept
+
+
+def values(threshold, scale):
+    """float32[32]: scale times the value of code c at [c], negated at [16 + c]."""
+    exponents = (threshold + 126 + np.arange(16, dtype=np.int64)).astype(np.uint32)
+    positive = (exponents << 23 | np.uint32(MANTISSA)).view(np.float32) * np.float32(scale)
+    positive[0] = 0
+    return np.concatenate([positive, -positive])
+
+
+def fec_decode_add(codes, signs, table, threshold, scale, out):
+    lut = values(threshold, scale)
+    for _, start, _, nibbles, bits in _chunks(codes, signs, table, out.size):
+        at = np.flatnonzero(nibbles)
+        out[start + at] += lut[nibbles[at] | bits << 4]

@@ -1,0 +1,35 @@
+"""The kernels in use: the compiled ones, or their NumPy twins where there is no extension.
+
+``HVD_FEC_ISA`` chooses: ``numpy``, or one of the extension's instruction sets (``baseline``,
+``avx2``, ``avx512``); unset means the best that runs here. Both write the same bytes.
+"""
+
+import os
+import warnings
+
+from hvd_fec.codecs import _numpy
+
+
+def _choose():
+    wanted = os.environ.get("HVD_FEC_ISA", "")
+    if wanted == "numpy":
+        return _numpy
+    try:
+        from hvd_fec._ext import _kernels
+    except ImportError as error:
+        if wanted:
+            raise ImportError(f"HVD_FEC_ISA={wanted} needs the compiled extension") from error
+        warnings.warn(
+            f"hvd_fec runs on its NumPy kernels, many times slower, because the compiled extension "
+            f"could not be loaded ({error}); reinstall hvd_fec with a C compiler present",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return _numpy
+    if wanted:
+        _kernels.use(wanted)
+    return _kernels
+
+
+active = _choose()
+"""The module whose functions the codecs call."""

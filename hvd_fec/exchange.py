@@ -1,0 +1,145 @@
+"""The collectives: how payloads get from every rank to every rank.
+
+Horovod allreduces whatever ``compress`` returns. A payload has another length on every rank and
+cannot be summed, so it travels by an allgather of this module, and Horovod is handed a *token*
+instead, a tensor of two elements:
+
+* The first starts as 1. Average, Sum, pre- and postscale factors and predivision are all linear,
+  so on its way through Horovod the token collects exactly the factor that each of them would have
+  applied to the gradient: result = sum over ranks * token[0] / ranks.
+* The second is the rank's *probe*, 1 on even ranks and 0 on odd ones. Every frame repeats its
+  rank's probe, so the decoding side knows what the ratio of the two elements must be; under Min,
+  Max, Product or Adasum it is something else, and the step fails instead of training on.
+"""
+
+import warnings
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvd_fec import wire
+
+_PROBE_TOLERANCE = 0.03
+"""The probes' mean is at least 1/3 and at most 2/3 for any number of ranks; float16 is far finer."""
+
+
+def probe_of(process_set) -> int:
+    """This rank's probe in ``process_set``."""
+    return int(process_set.rank() % 2 == 0) if process_set.included() else 0
+
+
+def make_token(tensor: tf.Tensor, probe: int) -> tf.Tensor:
+    """The token of ``tensor``, shape (2,): float32 for bfloat16, which Horovod does not reduce.
+
+    Its value is constant, but the graph must not be able to tell: a collective whose input is
+    constant is folded away and runs once instead of once a step.
+    """
+    dtype = tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype
+    first = tf.reshape(tensor, [-1])[:1]
+    one = tf.maximum(tf.cast(tf.math.is_finite(first), dtype), tf.ones([], dtype))
+    return one * tf.constant([1, probe], dtype)
+
+
+def gather(frame: tf.Tensor, name: str, process_set) -> tf.Tensor:
+    """All ranks' frames, concatenated in rank order."""
+    # In eager mode Horovod names the operation itself.
+    return hvd.allgather(frame, name=None if tf.executing_eagerly() else name, process_set=process_set)
+
+
+def factor_of(token: np.ndarray, frames) -> float:
+    """What the sum over ranks is to be multiplied with.
+
+    Raises:
+        ValueError: the token did not come through a linear reduction over these ranks.
+    """
+    token = np.asarray(token, np.float64)
+    expected = sum(frame.probe for frame in frames) / len(frames)
+    if token.shape != (2,) or not np.isfinite(token).all():
+        raise ValueError(
+            f"Horovod returned {token!r} for a token of two finite elements: only allreduce and "
+            "grouped_allreduce can carry compressed gradients, with finite scale factors"
+        )
+    if abs(token[1] - expected * token[0]) > _PROBE_TOLERANCE * abs(token[0]):
+        raise ValueError(
+            f"Horovod combined the token to {token.tolist()} where a linear reduction gives a ratio "
+            f"of {expected:.3f}: compressed gradients can be reduced with op=Sum or op=Average only"
+        )
+    return float(token[0]) / len(frames)
+
+
+def check_op(op) -> None:
+    """Refuse a reduction that is known not to be linear before anything runs.
+
+    Raises:
+        ValueError: ``op`` is neither None, ``hvd.Average`` nor ``hvd.Sum``.
+    """
+    if op not in (None, hvd.Average, hvd.Sum):
+        raise ValueError(
+            "compressed gradients can be reduced with op=hvd.Average or op=hvd.Sum only; use "
+            "hvd.Compression.none for other operations"
+        )
+
+
+def resolve_process_set(configured, caller):
+    """The process set to exchange in: Horovod's caller knows it, the compressor may insist.
+
+    Raises:
+        ValueError: the two differ; the exchange would hang.
+    """
+    if configured is not None and caller is not None and configured is not caller:
+        raise ValueError(
+            f"the compressor was made for {configured}, Horovod reduces in {caller}: leave "
+            "process_set out of one of them or give both the same"
+        )
+    return configured or caller or hvd.global_process_set
+
+
+def decode_frames(gathered: np.ndarray, token: np.ndarray, decode_add, sizes):
+    """Sum of all ranks' payloads times Horovod's factor: one float32 array per payload.
+
+    Args:
+        gathered: every rank's frame, uint8.
+        token: the reduced token.
+        decode_add: ``decode_add(payload, out, scale)`` of the codec.
+        sizes: elements of each tensor of the batch.
+
+    Ranks are added in rank order on every rank, which makes the result the same to the last bit.
+    """
+    frames = wire.split_frames(gathered)
+    factor = factor_of(token, frames)
+    results = []
+    for i, size in enumerate(sizes):
+        out = aligned_zeros(size)
+        for rank, frame in enumerate(frames):
+            if len(frame.payloads) != len(sizes):
+                raise wire.PayloadError(
+                    f"rank {rank} sent {len(frame.payloads)} tensors, this rank {len(sizes)}"
+                )
+            payload = frame.payloads[i]
+            count = wire.read_header(payload).count
+            if count != size:
+                raise wire.PayloadError(
+                    f"tensor {i} of the exchange has {count} elements on rank {rank} and {size} here"
+                )
+            decode_add(payload, out, factor)
+        results.append(out)
+    return results
+
+
+def aligned_zeros(size: int) -> np.ndarray:
+    """float32 zeros that TensorFlow takes over without a copy (it wants 64-byte alignment)."""
+    raw = np.zeros(size * 4 + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size * 4].view(np.float32)
+
+
+def warn_single_process() -> None:
+    """Say once that nothing is compressed where Horovod has nobody to talk to."""
+    if hvd.is_initialized() and hvd.size() == 1:
+        warnings.warn(
+            "hvd_fec compresses nothing in a job of one process: Horovod does not call the "
+            "compressor. Launch with horovodrun -np 2 or more.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
