@@ -45,7 +45,7 @@ def option_parser(description, *, epochs, batch_size, lr):
     )
     add = parser.add_argument
     add("--compression", choices=COMPRESSIONS, default="none", help="codec in use")
-    add("--threshold", type=int, default=-9, help="fec: keep gradients from 2**THRESHOLD up")
+    add("--threshold", type=int, default=-7, help="fec: keep gradients from 2**THRESHOLD up")
     add("--groups", type=_positive, default=1, help="groups of fused gradients")
     add("--epochs", type=_positive, default=epochs, help="passes over the data")
     add("--batch-size", type=_positive, default=batch_size, help="per rank")
