@@ -20,8 +20,8 @@ class Saver(keras.callbacks.Callback):
     """Writes a checkpoint on rank 0 after every epoch, and every `every` steps if given.
 
     It holds the model, the optimizer and the step. The order of the data needs
-    nothing more, as it follows from seed, epoch and step. What a compressor still
-    holds back is not in it: after a resume error feedback starts from zero.
+    nothing more, as it follows from seed, epoch and step. Not in it are what a
+    compressor still holds back and a loss scale: they start anew.
 
     `training` is a dict of what has to be the same for a resume to make sense.
     """
