@@ -49,7 +49,6 @@ def worker(compression, threshold, steps):
     import horovod.tensorflow.keras as hvd
     import numpy as np
     import tensorflow as tf
-    from horovod.tensorflow import barrier
     from tensorflow import keras
 
     import hvd_fec
@@ -80,9 +79,9 @@ def worker(compression, threshold, steps):
 
     def read():
         """The counter while nothing of the training is under way."""
-        barrier()
+        hvd.allreduce(np.zeros(1))
         value = interface_bytes()
-        barrier()
+        hvd.allreduce(np.zeros(1))
         return value
 
     train(WARM_UP, hvd.callbacks.BroadcastGlobalVariablesCallback(0))
@@ -131,7 +130,7 @@ def inside(args):
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         lines = [line for line in done.stdout.splitlines() if '{"compression"' in line]
         if done.returncode or not lines:
-            raise SystemExit(f"{done.stdout}{done.stderr}"[-4000:])
+            raise SystemExit(f"{done.stdout}{done.stderr}"[:4000])
         row = json.loads(lines[-1][lines[-1].index("{") :])
         rows.append(row)
         extra = row["interface_mb"] / row["gradient_mb"] - 1

@@ -192,7 +192,8 @@ class Source:
         batch, rank, size = args.batch_size, hvd.rank(), hvd.size()
         self.steps = len(labels) // size // batch
         if not self.steps:
-            fail(f"{len(labels)} training examples: too few for batches of {batch} on {size} rank(s)")
+            found = f"{len(labels)} training examples"
+            fail(f"{found}: too few for batches of {batch} on {size} rank(s)")
         self.steps = min(self.steps, args.limit_steps or self.steps)
         self.test_total = len(test_labels)
         self.test_indices = np.arange(rank, self.test_total, size)
@@ -218,7 +219,8 @@ class Source:
         [seed] = np.random.SeedSequence([args.seed, epoch, rank]).generate_state(1)
         batches = self.training(order[: self.steps], np.int32(seed >> 1), first)
         # All ranks must do the same number of steps: anything else ends here, with an error.
-        return batches.apply(tf.data.experimental.assert_cardinality(self.steps - first)).prefetch(2)
+        checked = batches.apply(tf.data.experimental.assert_cardinality(self.steps - first))
+        return checked.prefetch(2)
 
     def training(self, order, seed, first):
         """Batches (images, labels) of the examples order[first:], [steps, batch], augmented."""

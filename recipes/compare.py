@@ -68,7 +68,8 @@ def measure(args, name, seed):
     )
     lines = [line for line in done.stdout.splitlines() if '{"recipe"' in line]
     if done.returncode or not lines:
-        print(f"{name} failed and is left out:\n{done.stdout[-2000:]}", file=sys.stderr)
+        said = [line for line in done.stdout.splitlines() if line.startswith("[")]  # by a rank
+        print(f"{name} failed and is left out:", *said[-20:], sep="\n", file=sys.stderr)
         return None
     result = json.loads(lines[-1][lines[-1].index("{") :])
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -169,9 +170,7 @@ def draw(args, measured):
         if column is not None:
             wide = (wide - gap) / 2
             x += column * (wide + gap)
-        return figure.add_axes(
-            (x / width, bottom / height, wide / width, heights[part] / height)
-        )
+        return figure.add_axes((x / width, bottom / height, wide / width, heights[part] / height))
 
     by_step, by_time = place("curves", 0), place("curves", 1)
     ratios, times = place("bars", 0), place("bars", 1)
@@ -217,13 +216,14 @@ def draw(args, measured):
     dataset = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}.get(settings.get("dataset"))
     what = f"{model} on {dataset or {'mnist': 'MNIST', 'imagenet': 'ImageNet'}[first['recipe']]}"
     seeds = f"mean of {len(args.seeds)} seeds" if len(args.seeds) > 1 else "one seed"
+    spread = " ± half the range over seeds." if len(args.seeds) > 1 else ""
     x = left / width
     figure.text(x, 1 - 0.33 / height, what, fontsize=18, fontweight="bold", va="center")
     figure.text(
         x,
         1 - 0.64 / height,
-        f"{first['ranks']} workers, {first['steps']} steps of {settings['batch_size']} images each, "
-        f"SGD with momentum, {seeds}; same data, order and initial weights",
+        f"{first['ranks']} workers, {first['steps']} steps of {settings['batch_size']} images "
+        f"each, SGD with momentum, {seeds}; same data, order and initial weights",
         fontsize=11,
         va="center",
         color="#57606a",
@@ -241,8 +241,8 @@ def draw(args, measured):
         x,
         0.2 / height,
         f"Time = median step over loopback + counted bytes / {speed}; gathered bytes count n−1 "
-        "times, bytes summed in a ring 2(n−1)/n times.",
-        fontsize=9,
+        f"times, bytes summed in a ring 2(n−1)/n times.{spread}",
+        fontsize=8.5,
         va="center",
         color="#57606a",
     )
@@ -294,17 +294,18 @@ def _bars(axes, names, values, colours, form, inner=None):
 def _table(axes, rows, speed):
     axes.set_axis_off()
     head = ["", "test accuracy", "loss", "MB sent", "ratio", "step here", f"at {speed}"]
+    spreads = [f"  ±{50 * row['spread']:.2f}" if row["seeds"] > 1 else "" for row in rows]
     cells = [
         [
             row["name"],
-            f"{100 * row['accuracy']:.2f} %" + (f"  ±{50 * row['spread']:.2f}" * (row["seeds"] > 1)),
+            f"{100 * row['accuracy']:.2f} %{spread}",
             f"{row['loss']:.4f}",
             f"{row['mb']:,.1f}",
             f"{row['ratio']:.1f}×",
             f"{row['step_ms']:.1f} ms",
             f"{row['modelled_ms']:.1f} ms",
         ]
-        for row in rows
+        for row, spread in zip(rows, spreads)
     ]
     edges = (0.0, 0.32, 0.44, 0.57, 0.68, 0.83, 1.0)  # right ends, but for the first column
     height = 1 / (len(rows) + 1)
@@ -355,7 +356,8 @@ def main():
     for row in rows:
         print(
             f"{row['name']:10} {row['accuracy']:8.4f}  {row['spread']:6.4f}  {row['loss']:7.4f} "
-            f"{row['mb']:10.1f} {row['ratio']:7.1f} {row['step_ms']:8.1f} {row['modelled_ms']:12.1f}"
+            f"{row['mb']:10.1f} {row['ratio']:7.1f} {row['step_ms']:8.1f} "
+            f"{row['modelled_ms']:12.1f}"
         )
     print(args.out)
 

@@ -183,9 +183,9 @@ def _index_example(blob, begin, end):
     of interest being number 1 (a key) or 2 (a value).
     """
     found = {}
-    for _, begin, end in _fields(blob, begin, end, 1):  # Example.features
-        for _, entry, entry_end in _fields(blob, begin, end, 1):  # Features.feature
-            parts = {n: (b, e) for n, b, e in _fields(blob, entry, entry_end, 1, 2)}
+    for _, *features in _fields(blob, begin, end, 1):  # Example.features
+        for _, *entry in _fields(blob, *features, 1):  # Features.feature
+            parts = {n: (b, e) for n, b, e in _fields(blob, *entry, 1, 2)}
             if 1 in parts and 2 in parts and parts[1][1] - parts[1][0] <= len(LABEL_KEY):
                 found[blob[slice(*parts[1])]] = parts[2]
     for key in (IMAGE_KEY, LABEL_KEY):

@@ -11,8 +11,8 @@
 import argparse
 
 import common
-import imagefiles
 import horovod.tensorflow.keras as hvd
+import imagefiles
 import models
 import numpy as np
 import tensorflow as tf

@@ -118,9 +118,7 @@ def example(image, label):
         "image/height": ints(64),
         "image/class/label": ints(label),
         "image/class/synset": text(b"n01443537"),
-        "image/object/bbox/xmin": tf.train.Feature(
-            float_list=tf.train.FloatList(value=[0.1, 0.2])
-        ),
+        "image/object/bbox/xmin": tf.train.Feature(float_list=tf.train.FloatList(value=[0.1, 0.2])),
         "image/object/bbox/label": ints(label, label),
         "image/encoded": text(image),
         "image/format": text(b"JPEG"),

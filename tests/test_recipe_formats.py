@@ -2,18 +2,13 @@
 
 import os
 import pickle
-import sys
 from pathlib import Path
-
-import numpy as np
-import pytest
-
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "recipes")]
 
 import data
 import imagefiles
 import imagesets
+import numpy as np
+import pytest
 
 # --- CIFAR ---
 

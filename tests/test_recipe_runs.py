@@ -5,21 +5,15 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import imagesets
 import numpy as np
 import pytest
+from test_parallel import HERE, QUIET, RUN, horovodrun
 
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow")
 psutil = pytest.importorskip("psutil")
-
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-sys.path[:0] = [str(HERE), str(ROOT / "recipes")]
-
-import imagesets
-from test_parallel import QUIET, RUN, horovodrun
 
 
 def summary(output):
@@ -62,11 +56,11 @@ def test_imagenet_tree_resumes_after_a_kill(tmp_path):
 
 
 def kill_when(condition, ranks, *command):
-    """Start a command and kill its ranks, without a chance to clean up, once the condition holds."""
+    """Start a command, and once the condition holds kill its ranks, who cannot clean up then."""
     command = [RUN, "-np", str(ranks), sys.executable, *map(str, command)]
-    with subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **QUIET}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as run:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environment = {**os.environ, **QUIET}
+    with subprocess.Popen(command, cwd=HERE.parent, env=environment, **pipes) as run:
         try:
             deadline = time.monotonic() + 240
             while not condition():
@@ -84,9 +78,7 @@ def kill_when(condition, ranks, *command):
 
 def test_imagenet_records(tmp_path):
     imagesets.write_records(tmp_path)
-    output = horovodrun(
-        2, *RESNET50, "--data-dir", tmp_path, "--epochs", 1, "--limit-steps", 2
-    )
+    output = horovodrun(2, *RESNET50, "--data-dir", tmp_path, "--epochs", 1, "--limit-steps", 2)
     result = summary(output)
     assert "36 images to train on, 6 to test on" in output
     assert result["data"] == "records" and result["steps"] == 2 and np.isfinite(result["loss"])

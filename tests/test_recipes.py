@@ -6,14 +6,10 @@ Needs neither Horovod nor a network.
 import gzip
 import struct
 import sys
-from pathlib import Path
-
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import data
+import numpy as np
+import pytest
 
 IMAGES = np.arange(3 * 28 * 28, dtype=np.uint32).astype(np.uint8).reshape(3, 28, 28)
 LABELS = np.array([7, 0, 9], np.uint8)
