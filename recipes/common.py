@@ -332,6 +332,7 @@ def train(model, optimizer, source, args, *, recipe, settings=None, origin):
     done = 0
     callbacks = [ReplicaCheck(REPLICA_CHECK)]
     report = Report(compressor, source, args)
+    report.set_model(model)  # if all is done already, Keras will not
     callbacks.append(report)
     if args.checkpoint:
         same = {"recipe": recipe, "ranks": hvd.size(), "seed": args.seed, "steps": source.steps}

@@ -263,12 +263,11 @@ def _stretch_top(axes):
     low, high = axes.dataLim.intervaly
     low, high = low - (100.5 - low) * 0.1, high + (100.5 - high) * 0.1
     axes.set_ylim(low, high)
-    ticks = [t for t in (10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 97, 98, 99) if low <= t <= high]
-    # What is too close to the next one above would be printed over it.
-    span = np.log10((100.5 - low) / max(100.5 - high, 0.1))
-    kept = ticks[-1:]
-    for tick in ticks[-2::-1]:
-        if np.log10((100.5 - tick) / (100.5 - kept[-1])) > span / 14:
+    # Round numbers, and between them all others, if there is room for their labels.
+    span, kept = np.log10((100.5 - low) / (100.5 - high)), []
+    for tick in (90, 99, 50, *range(0, 100, 10), 95, 98, 97, *range(100)):
+        places = np.log10((100.5 - tick) / (100.5 - np.array([low, high, *kept])))
+        if low <= tick <= high and (abs(places[2:]) > span / 12).all():
             kept.append(tick)
     axes.set_yticks(kept, [f"{t}" for t in kept])
     axes.set_yticks([], minor=True)
