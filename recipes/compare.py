@@ -188,7 +188,7 @@ def draw(args, measured):
         by_time.plot([s * step for s in steps], mean, **style)
         for axes, scale in ((by_step, 1), (by_time, step)):
             axes.fill_between([s * scale for s in steps], low, high, color=colour, alpha=0.15, lw=0)
-    by_step.set(title="Accuracy by step", xlabel="steps", ylabel="test accuracy, %")
+    by_step.set(title="Accuracy by step", xlabel="steps", ylabel="test accuracy, % (log of error)")
     speed = f"{args.mbits / 1000:g} Gbit/s" if args.mbits >= 1000 else f"{args.mbits:g} Mbit/s"
     by_time.set(title=f"Accuracy by time at {speed}, modelled", xlabel="seconds")
     for axes in (by_step, by_time):
