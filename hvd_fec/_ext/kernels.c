@@ -48,6 +48,17 @@ static void fec_values(int threshold, float scale, float *lut)
     }
 }
 
+/* 2**bits / power as factor * 2**-shift, rounded up, with as many bits as a 32-bit factor has. The
+ * fractions of groups then exceed the true ones by less than 1.5 in the last place, and that is
+ * too little to change a digit while 2 * power <= 2**bits. */
+static unsigned ternary_factor(uint64_t power, unsigned bits, uint64_t *factor)
+{
+    unsigned shift = 0;
+    while (shift + bits < 63 && (1ull << (shift + bits + 1)) / power + 1 <= UINT32_MAX) shift++;
+    *factor = (1ull << (shift + bits)) / power + 1;
+    return shift;
+}
+
 ternary_radix ternary_radix_of(uint64_t ranks)
 {
     ternary_radix radix = {.ranks = ranks, .base = 2 * ranks + 1, .groups = 1};
@@ -69,11 +80,11 @@ ternary_radix ternary_radix_of(uint64_t ranks)
     }
     radix.first_rows = (unsigned)radix.digits - (radix.groups - 1) * radix.rows;
     radix.inverse = UINT64_MAX / radix.power;
-    const uint64_t one = 1ull << (32 + radix.fraction_bits);
     uint64_t first = 1;
     for (unsigned i = 0; i < radix.first_rows; i++) first *= base;
-    radix.to_fraction = one / radix.power + 1;
-    radix.first_to_fraction = one / first + 1;
+    radix.fraction_shift = ternary_factor(radix.power, radix.fraction_bits, &radix.to_fraction);
+    radix.first_fraction_shift =
+        ternary_factor(first, radix.fraction_bits, &radix.first_to_fraction);
     return radix;
 }
 

@@ -50,9 +50,11 @@ typedef struct {
     uint64_t ranks, base, digits;
     uint64_t offset, largest; /* word + offset is 0..largest, with digits 0..2 * ranks */
     uint64_t power, inverse;  /* base**rows; 2**64 / power, rounded down */
-    uint64_t to_fraction, first_to_fraction; /* 2**(32 + fraction_bits) / size of the group, up */
     unsigned groups, rows, first_rows; /* digits per group; the first group may have fewer */
     unsigned fraction_bits;
+    /* fraction = (group * to_fraction >> fraction_shift) + 1, and so for the first group */
+    unsigned fraction_shift, first_fraction_shift;
+    uint64_t to_fraction, first_to_fraction;
 } ternary_radix;
 
 /* ranks is in 1..TERNARY_MAX_RANKS */

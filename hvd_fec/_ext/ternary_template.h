@@ -17,12 +17,26 @@
 #define vdouble NAME(vdouble)
 #define vhalf NAME(vhalf)
 #define vhalfint NAME(vhalfint)
+#define vhalfuint NAME(vhalfuint)
+#define vword NAME(vword)
 typedef VECTOR_OF(float, VECTOR_BYTES) vfloat;
 typedef VECTOR_OF(int32_t, VECTOR_BYTES) vint;
 typedef VECTOR_OF(uint32_t, VECTOR_BYTES) vuint;
 typedef VECTOR_OF(double, VECTOR_BYTES) vdouble;
 typedef VECTOR_OF(float, (VECTOR_BYTES / 2)) vhalf; /* as many lanes as vdouble */
 typedef VECTOR_OF(int32_t, (VECTOR_BYTES / 2)) vhalfint;
+typedef VECTOR_OF(uint64_t, VECTOR_BYTES) vword;
+typedef VECTOR_OF(uint32_t, (VECTOR_BYTES / 2)) vhalfuint;
+/* The product of the low halves of 64-bit lanes. */
+#if defined(VECTOR512)
+#define MULTIPLY_LOW(a, b) ((vword)_mm512_mul_epu32((__m512i)(a), (__m512i)(b)))
+#elif defined(VECTOR256)
+#define MULTIPLY_LOW(a, b) ((vword)_mm256_mul_epu32((__m256i)(a), (__m256i)(b)))
+#elif defined(X86)
+#define MULTIPLY_LOW(a, b) ((vword)_mm_mul_epu32((__m128i)(a), (__m128i)(b)))
+#else
+#define MULTIPLY_LOW(a, b) (((a) & 0xffffffffu) * ((b) & 0xffffffffu))
+#endif
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
 /* Bits of the largest |v|, v = x + residual, and the sum of v * v over each chunk. A value that is
@@ -199,27 +213,47 @@ static TARGET uint64_t NAME(ternary_draw)(const void *x, int dtype, size_t n, fl
     return NAME(ternary_pack)(x, dtype, NULL, n, step, 0, 1, first, key, radix, words);
 }
 
+/* High half of a * b, for b in two halves of 32 bits. */
+INLINE vword NAME(high_product)(vword a, vword b_low, vword b_high)
+{
+    const vword a_high = a >> 32;
+    const vword middle = MULTIPLY_LOW(a_high, b_low) + (MULTIPLY_LOW(a, b_low) >> 32);
+    const vword other = MULTIPLY_LOW(a, b_high) + (middle & 0xffffffffu);
+    return MULTIPLY_LOW(a_high, b_high) + (middle >> 32) + (other >> 32);
+}
+
 /* One block of words to the fractions that its groups' digits are read off. Returns nonzero if a
  * word is not a sum of `ranks` digits per place. */
 INLINE int NAME(ternary_split)(const int64_t *words, const ternary_radix *radix,
                                uint32_t fraction[TERNARY_GROUPS][TERNARY_LANES])
 {
-    const uint64_t power = radix->power, inverse = radix->inverse;
-    int bad = 0;
-    for (int i = 0; i < TERNARY_LANES; i++) {
-        uint64_t word = (uint64_t)words[i] + radix->offset;
-        bad |= word > radix->largest;
+    enum { WORDS = VECTOR_BYTES / 8 };
+    const vword zero = {0};
+    const vword power = zero + radix->power, largest = zero + radix->largest;
+    const vword inverse_low = zero + (uint32_t)radix->inverse;
+    const vword inverse_high = zero + (radix->inverse >> 32);
+    const vword scale = zero + radix->to_fraction, first_scale = zero + radix->first_to_fraction;
+    const int shift = (int)radix->fraction_shift, first_shift = (int)radix->first_fraction_shift;
+    vword bad = zero;
+    for (int i = 0; i < TERNARY_LANES; i += WORDS) {
+        vword word = *(const vword *)(words + i) + radix->offset;
+        bad |= (vword)(word > largest);
         for (unsigned g = radix->groups - 1; g; g--) {
-            uint64_t quotient = (uint64_t)((unsigned __int128)word * inverse >> 64);
-            uint64_t group = word - quotient * power;
-            uint64_t short_by_one = group >= power; /* the inverse is rounded down */
-            group -= short_by_one ? power : 0;
-            fraction[g][i] = (uint32_t)(group * radix->to_fraction >> 32) + 1;
-            word = quotient + short_by_one;
+            vword quotient = NAME(high_product)(word, inverse_low, inverse_high);
+            /* the inverse is rounded down, so the quotient may be short by one */
+            vword group = (word - MULTIPLY_LOW(quotient, power)) & 0xffffffffu;
+            vword more = (vword)(group >= power);
+            group -= power & more;
+            vword f = (MULTIPLY_LOW(group, scale) >> shift) + 1;
+            *(vhalfuint *)(fraction[g] + i) = __builtin_convertvector(f, vhalfuint);
+            word = quotient - more;
         }
-        fraction[0][i] = (uint32_t)(word * radix->first_to_fraction >> 32) + 1;
+        vword f = (MULTIPLY_LOW(word, first_scale) >> first_shift) + 1;
+        *(vhalfuint *)(fraction[0] + i) = __builtin_convertvector(f, vhalfuint);
     }
-    return bad;
+    uint64_t any = 0;
+    for (int i = 0; i < WORDS; i++) any |= bad[i];
+    return any != 0;
 }
 
 /* out = scale * (sum of the digits of `parts` arrays of words, `stride` apart). Returns 0, 1 if a
@@ -291,5 +325,8 @@ static TARGET int NAME(ternary_decode)(const int64_t *words, size_t parts, size_
 #undef vdouble
 #undef vhalf
 #undef vhalfint
+#undef vhalfuint
+#undef vword
+#undef MULTIPLY_LOW
 #undef INLINE
 #undef TERNARY_MIX
