@@ -85,6 +85,9 @@ class _BatchCompressor(Compressor):
         """Take ``tensor`` into the open batch and hand Horovod a token in its place."""
         site = callsite.find(self, tensor)
         tensor = tf.convert_to_tensor(tensor)
+        if site.variable is not None and not tensor.shape.is_fully_defined():
+            # Embedding gradients made dense have lost their shape; their variables have not.
+            tensor = tf.ensure_shape(tensor, site.variable.shape)
         size = tensor.shape.num_elements()
         if tensor.dtype not in _COMPRESSED or size is None or size < max(1, self.min_size):
             return self._bypass(tensor, site)

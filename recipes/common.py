@@ -5,7 +5,6 @@ Keras and the compressors.
 """
 
 import argparse
-import inspect
 import json
 import os
 import sys
@@ -24,12 +23,11 @@ from tensorflow import keras
 
 import hvd_fec
 
-# Name on the command line -> maker of the compressor. A maker's parameters are
-# the names of the options that it takes from the command line.
+# Name on the command line -> maker of the compressor from the options.
 COMPRESSIONS = {
-    "none": lambda: hvd.Compression.none,
-    "fp16": lambda: hvd.Compression.fp16,
-    "fec": lambda threshold: hvd_fec.FEC(threshold=threshold),
+    "none": lambda args: hvd.Compression.none,
+    "fp16": lambda args: hvd.Compression.fp16,
+    "fec": lambda args: hvd_fec.FEC(threshold=args.threshold),
 }
 
 EVALUATION_BATCH = 500
@@ -69,14 +67,6 @@ def _positive(text):
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
-
-
-def make_compressor(args):
-    """Return the compressor chosen on the command line and its settings."""
-    maker = COMPRESSIONS[args.compression]
-    options = inspect.signature(maker).parameters
-    settings = {name: getattr(args, name) for name in options}
-    return maker(**settings), settings
 
 
 # --- Set-up -----------------------------------------------------------------
@@ -182,7 +172,7 @@ def training_batches(images, labels, args):
 
 def train(model, optimizer, loss, dataset, args, *, recipe, source):
     """Fit the model on all ranks, report every epoch, print the result line."""
-    compressor, settings = make_compressor(args)
+    compressor = COMPRESSIONS[args.compression](args)
     batches, steps = training_batches(dataset.train_images, dataset.train_labels, args)
 
     model.compile(
@@ -198,11 +188,6 @@ def train(model, optimizer, loss, dataset, args, *, recipe, source):
         callbacks=[
             # All ranks must start from one set of weights, and stay there.
             hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-            # The scaled rate is too high for fresh weights: begin with that of one rank.
-            # Momentum is a constant in Keras's SGD, so there it can't be corrected.
-            hvd.callbacks.LearningRateWarmupCallback(
-                float(optimizer.learning_rate), warmup_epochs=1, momentum_correction=False
-            ),
             # Keras would add its bar last, but it has to end its line before the report.
             keras.callbacks.ProgbarLogger("steps"),
             report,
@@ -215,7 +200,8 @@ def train(model, optimizer, loss, dataset, args, *, recipe, source):
             "batch_size": args.batch_size,
             "lr": args.lr,
             "groups": args.groups,
-            **settings,
+            # Horovod's own compressors have no settings.
+            **(compressor.get_config() if hasattr(compressor, "get_config") else {}),
         },
         "ranks": hvd.size(),
         "epochs": args.epochs,

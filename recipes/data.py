@@ -195,7 +195,8 @@ def shard(examples, batch, steps, rank, size, seed, epoch):
     their shares are disjoint without a word exchanged. All shares have the same
     number of full batches: a rank with one step more would wait for ever in an
     allreduce that the others never join. The few examples left over differ from
-    epoch to epoch.
+    epoch to epoch. Together the ranks' batches of a step are the batch that one
+    process would take, were it `size` times as large.
     """
     order = np.random.default_rng([seed, epoch]).permutation(examples)
     return order[rank::size][: steps * batch].reshape(steps, batch)

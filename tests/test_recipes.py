@@ -203,6 +203,12 @@ def test_shards_depend_on_seed_and_epoch_only():
     assert (first != shards(100, 5, 2, seed=2)).any()
 
 
+def test_ranks_together_take_the_batch_of_one_process():
+    together = np.concatenate(list(shards(100, 8, 3)), axis=1)
+    alone = shards(100, 24, 1)[0]
+    np.testing.assert_array_equal(np.sort(together), np.sort(alone))
+
+
 def test_fewer_steps_are_the_first_of_all():
     every, some = (data.shard(100, 5, steps, 1, 2, seed=1, epoch=0) for steps in (10, 3))
     np.testing.assert_array_equal(every[:3], some)
