@@ -10,7 +10,7 @@ is first asked for.
 from hvd_fec._version import __version__
 from hvd_fec.wire import PayloadError
 
-_COMPRESSORS = ("FEC", "Compression")
+_COMPRESSORS = ("FEC", "Ternary", "TwoBit", "Compression")
 
 __all__ = ["PayloadError", "__version__", *_COMPRESSORS]
 

@@ -46,6 +46,15 @@ def option_parser(description, *, epochs, batch_size, lr):
     add = parser.add_argument
     add("--compression", choices=COMPRESSIONS, default="none", help="codec in use")
     add("--threshold", type=int, default=-9, help="fec: keep gradients from 2**THRESHOLD up")
+    add(
+        "--rounding",
+        choices=("threshold", "stochastic"),
+        default="threshold",
+        help="ternary: which values become -1, 0 or 1",
+    )
+    add("--sparsity", type=float, default=1.5, help="ternary, threshold: scale in RMS")
+    add("--clip-sigma", type=float, help="ternary, stochastic: clip at so many RMS")
+    add("--step", type=float, default=0.5, help="twobit: the value that is sent")
     add("--groups", type=_positive, default=1, help="groups of fused gradients")
     add("--epochs", type=_positive, default=epochs, help="passes over the data")
     add("--batch-size", type=_positive, default=batch_size, help="per rank")
