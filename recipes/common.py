@@ -28,6 +28,10 @@ COMPRESSIONS = {
     "none": lambda args: hvd.Compression.none,
     "fp16": lambda args: hvd.Compression.fp16,
     "fec": lambda args: hvd_fec.FEC(threshold=args.threshold),
+    "ternary": lambda args: hvd_fec.Ternary(
+        args.rounding, args.sparsity, args.clip_sigma, args.seed
+    ),
+    "twobit": lambda args: hvd_fec.TwoBit(args.twobit_threshold),
 }
 
 EVALUATION_BATCH = 500
@@ -54,7 +58,7 @@ def option_parser(description, *, epochs, batch_size, lr):
     )
     add("--sparsity", type=float, default=1.5, help="ternary, threshold: scale in RMS")
     add("--clip-sigma", type=float, help="ternary, stochastic: clip at so many RMS")
-    add("--step", type=float, default=0.5, help="twobit: the value that is sent")
+    add("--twobit-threshold", type=float, default=0.5, help="twobit: send plus or minus this")
     add("--groups", type=_positive, default=1, help="groups of fused gradients")
     add("--epochs", type=_positive, default=epochs, help="passes over the data")
     add("--batch-size", type=_positive, default=batch_size, help="per rank")
