@@ -401,7 +401,7 @@ class Ternary(_SumCompressor):
     def __init__(
         self,
         rounding: str = "threshold",
-        sparsity: float = 1.5,
+        sparsity: float = 0.25,
         clip_sigma: Optional[float] = None,
         seed: int = 0,
         min_size: int = 1024,
@@ -431,13 +431,12 @@ class Ternary(_SumCompressor):
         }
 
     def _choose(self, surveys):
-        rms = math.sqrt(sum(s.rms**2 for s in surveys) / len(surveys))
+        step = max(s.peak for s in surveys)
         if self.rounding == "threshold":
-            step = self.sparsity * rms
-        else:
-            step = max(s.peak for s in surveys)
-            if self.clip_sigma is not None:
-                step = min(step, self.clip_sigma * rms)
+            step *= self.sparsity
+        elif self.clip_sigma is not None:
+            rms = math.sqrt(sum(s.rms**2 for s in surveys) / len(surveys))
+            step = min(step, self.clip_sigma * rms)
         if step < _SMALLEST_STEP:
             return _NOTHING
         step = float(np.float32(min(step, _LARGEST_STEP)))

@@ -56,7 +56,7 @@ def option_parser(description, *, epochs, batch_size, lr):
         default="threshold",
         help="ternary: which values become -1, 0 or 1",
     )
-    add("--sparsity", type=float, default=1.5, help="ternary, threshold: scale in RMS")
+    add("--sparsity", type=float, default=0.25, help="ternary, threshold: scale over peak")
     add("--clip-sigma", type=float, help="ternary, stochastic: clip at so many RMS")
     add("--twobit-threshold", type=float, default=0.5, help="twobit: send plus or minus this")
     add("--groups", type=_positive, default=1, help="groups of fused gradients")
