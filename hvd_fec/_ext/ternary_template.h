@@ -94,13 +94,14 @@ static TARGET uint32_t NAME(ternary_survey)(const void *x, int dtype, const floa
     return top;
 }
 
-/* An index, scalar or vector, becomes a number in 0..2**24-1: two rounds of shift and multiply
- * (the constants are those of Chris Wellons' lowbias32), half of the key before each. */
+/* An index, scalar or vector, becomes a number in 0..2**24-1: rounds of shift and multiply with the
+ * constants of Chris Wellons' lowbias32, one before and two after the key's second half. */
 #define TERNARY_MIX(h, key)                          \
     do {                                             \
         (h) += (uint32_t)(key);                      \
         (h) = ((h) ^ (h) >> 16) * 0x7feb352du;       \
         (h) ^= (uint32_t)((key) >> 32);              \
+        (h) = ((h) ^ (h) >> 16) * 0x7feb352du;       \
         (h) = ((h) ^ (h) >> 15) * 0x846ca68bu;       \
         (h) = ((h) ^ (h) >> 16) >> 8;                \
     } while (0)

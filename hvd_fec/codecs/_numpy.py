@@ -266,6 +266,7 @@ def draws(n, first, key):
     low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
     h = (np.arange(n, dtype=np.uint64) + first).astype(np.uint32) + low
     h = ((h ^ h >> 16) * np.uint32(0x7FEB352D)) ^ high
+    h = (h ^ h >> 16) * np.uint32(0x7FEB352D)
     h = (h ^ h >> 15) * np.uint32(0x846CA68B)
     return (h ^ h >> 16) >> 8
 
