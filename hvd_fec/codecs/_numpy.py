@@ -280,6 +280,8 @@ def ternary_draw(x, dtype, step, first, key, ranks, words):
 def ternary_decode(words, ranks, scale, out):
     n = out.size
     base, digits = _radix(ranks, n, words.shape[1])
+    if not 1 <= len(words) * ranks <= MAX_RANKS:
+        raise ValueError(f"{len(words)} parts of {ranks} ranks are outside 1..{MAX_RANKS}")
     places = _by_word(n, digits)
     total = np.zeros(n + 1, np.int32)
     for row in words:
