@@ -7,12 +7,13 @@ The codecs and the sharding need NumPy only. TensorFlow and Horovod are imported
 is first asked for.
 """
 
+from hvd_fec import codecs
 from hvd_fec._version import __version__
 from hvd_fec.wire import PayloadError
 
 _COMPRESSORS = ("FEC", "Ternary", "TwoBit", "Compression")
 
-__all__ = ["PayloadError", "__version__", *_COMPRESSORS]
+__all__ = ["PayloadError", "__version__", "codecs", *_COMPRESSORS]
 
 
 def __getattr__(name):

@@ -332,14 +332,12 @@ class _SumCompressor(_BatchCompressor):
             if parts[:, -1].any():
                 raise RuntimeError("the compressor failed on another rank: see its output")
             factor = exchange.factor_of(token, table.probe, len(table.present))
-            results = []
-            for i, (size, scale) in enumerate(zip(ex.sizes, scales)):
-                out = exchange.aligned_zeros(size)
+            results = exchange.fresh_zeros(ex.sizes)
+            for i, (scale, out) in enumerate(zip(scales, results)):
                 if scale is None:
                     out[:] = np.nan
                 else:
                     codec.decode(parts[:, cuts[i] : cuts[i + 1]], scale.step * factor, out)
-                results.append(out)
             return ex.cast(results)
 
         mine = tf.ensure_shape(ex.on_host(look, ex.tensors, tf.int64), [None])

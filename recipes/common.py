@@ -49,7 +49,7 @@ def option_parser(description, *, epochs, batch_size, lr):
     )
     add = parser.add_argument
     add("--compression", choices=COMPRESSIONS, default="none", help="codec in use")
-    add("--threshold", type=int, default=-9, help="fec: keep gradients from 2**THRESHOLD up")
+    add("--threshold", type=int, default=-7, help="fec: keep gradients from 2**THRESHOLD up")
     add(
         "--rounding",
         choices=("threshold", "stochastic"),

@@ -158,7 +158,6 @@ static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, si
             d = _mm256_and_si256(d, keep);
             _mm256_storeu_ps(r + i, _mm256_sub_ps(_mm256_castsi256_ps(v), _mm256_castsi256_ps(d)));
         }
-        if (!mask) continue;
         __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)&compress8[mask]));
         _mm256_storeu_si256((__m256i *)(value + k), _mm256_permutevar8x32_epi32(v, order));
         _mm_storeu_si128((__m128i *)(position + k),

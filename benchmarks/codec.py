@@ -1,0 +1,104 @@
+"""Codec speed and payload size in one process, as ratios to an in-place add of the same arrays.
+
+    python benchmarks/codec.py [--size 25000000] [--json FILE]
+
+The add, ``np.add(residual, gradient, out=residual)``, moves the bytes that an encoder with error
+feedback has to move, so its time is the yardstick that holds on any machine. Every round measures
+the add and the codec one after the other; the table gives the median of the rounds' ratios, with
+the smallest and the largest.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+import numpy as np
+
+from hvd_fec.codecs import FecCodec
+from hvd_fec.codecs.kernels import active as kernels
+
+DENSITIES = (0.05, 0.01)
+
+
+def tail(density):
+    """t with P(|z| >= t) = density for a standard normal z."""
+    return statistics.NormalDist().inv_cdf(1 - density / 2)
+
+
+def seconds(function):
+    begun = time.perf_counter()
+    function()
+    return time.perf_counter() - begun
+
+
+def entropy_bits(gradient, threshold):
+    """Bits per element of the best code for positions, signs and octaves of independent values."""
+    kept = np.abs(gradient[np.abs(gradient) >= 2.0**threshold])
+    p = kept.size / gradient.size
+    _, counts = np.unique(np.minimum(np.frexp(kept)[1], threshold + 15), return_counts=True)
+    octaves = -(counts / kept.size * np.log2(counts / kept.size)).sum()
+    return -p * np.log2(p) - (1 - p) * np.log2(1 - p) + p * (1 + octaves)
+
+
+def measure(size, density, threads, rounds):
+    os.environ["HVD_FEC_NUM_THREADS"] = str(threads)
+    codec = FecCodec(-9)
+    gradient = np.random.default_rng(0).standard_normal(size, np.float32)
+    gradient *= np.float32(2.0**codec.threshold / tail(density))
+    residual, out = np.zeros_like(gradient), np.zeros_like(gradient)
+    payload = codec.encode(gradient, residual)
+    times = {"add": [], "encode": [], "decode_add": []}
+    for _ in range(rounds):
+        times["add"].append(seconds(lambda: np.add(residual, gradient, out=residual)))
+        residual[:] = 0  # the density must not drift from round to round
+        times["encode"].append(seconds(lambda: codec.encode(gradient, residual)))
+        times["decode_add"].append(seconds(lambda: codec.decode_add(payload, out)))
+    row = {
+        "density": density,
+        "threads": threads,
+        "ratio": gradient.nbytes / payload.size,
+        "entropy": payload.size * 8 / size / entropy_bits(gradient, codec.threshold),
+        "add_ms": 1e3 * statistics.median(times["add"]),
+    }
+    for name in ("encode", "decode_add"):
+        ratios = [t / a for t, a in zip(times[name], times["add"])]
+        row[name] = [statistics.median(ratios), min(ratios), max(ratios)]
+        row[f"{name}_ms"] = 1e3 * statistics.median(times[name])
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=25_000_000, help="float32 elements")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--json", help="also write the rows to this file")
+    args = parser.parse_args()
+    print(f"{args.size} float32, kernels: {kernels.isa()}; times are ratios to the in-place add\n")
+    print("density  threads    add ms   encode                decode_add            ratio  /entropy")
+    rows = []
+    for density in DENSITIES:
+        for threads in args.threads:
+            row = measure(args.size, density, threads, args.rounds)
+            rows.append(row)
+            spread = ["{:5.2f} ({:.2f}-{:.2f})".format(*row[n]) for n in ("encode", "decode_add")]
+            print(
+                f"{density:7.2%}  {threads:7d}  {row['add_ms']:8.2f}   {spread[0]:20}  "
+                f"{spread[1]:20}  {row['ratio']:5.1f}  {row['entropy']:8.2f}"
+            )
+        one, *others = [r for r in rows if r["density"] == density]
+        for other in others:
+            print(
+                f"         {other['threads']} threads against {one['threads']}: encode "
+                f"{one['encode_ms'] / other['encode_ms']:.2f} times as fast, decode_add "
+                f"{one['decode_add_ms'] / other['decode_add_ms']:.2f} times"
+            )
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
