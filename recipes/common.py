@@ -53,7 +53,7 @@ def option_parser(description, *, epochs, batch_size, lr):
     add(
         "--rounding",
         choices=("threshold", "stochastic"),
-        default="threshold",
+        default="stochastic",
         help="ternary: which values become -1, 0 or 1",
     )
     add("--sparsity", type=float, default=0.25, help="ternary, threshold: scale over peak")

@@ -116,7 +116,7 @@ def test_two_bit_replays_mxnet(threshold):
 
 
 def test_threshold_rule_uses_the_peak_of_all_ranks():
-    compressor = hvd_fec.Ternary(sparsity=0.5)
+    compressor = hvd_fec.Ternary("threshold", sparsity=0.5)
     reduce = tf.function(lambda x: hvd.allreduce(x, compression=compressor, op=hvd.Sum))
     residuals = {rank: 0 for rank in ALL}
     for step in range(5):
@@ -178,7 +178,7 @@ def test_few_ranks_gather_and_many_add(monkeypatch):
 
 
 def test_group_shares_one_exchange():
-    compressor = hvd_fec.Ternary()
+    compressor = hvd_fec.Ternary("threshold")
     shapes = [(2000,), (1,), (40, 50), (3, 3), (1024,)]
     reduce = tf.function(
         lambda tensors: hvd.grouped_allreduce(tensors, compression=compressor, op=hvd.Sum)
@@ -237,10 +237,10 @@ def test_process_set(even):
         )
 
 
-@pytest.mark.parametrize("kind", [hvd_fec.Ternary, hvd_fec.TwoBit])
+@pytest.mark.parametrize("make", [lambda: hvd_fec.Ternary("threshold"), hvd_fec.TwoBit])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_spoils_one_step_of_one_tensor(kind, bad):
-    compressor = kind()
+def test_what_is_not_finite_spoils_one_step_of_one_tensor(make, bad):
+    compressor = make()
     reduce = tf.function(
         lambda a, b: hvd.grouped_allreduce([a, b], compression=compressor, op=hvd.Average)
     )
@@ -315,7 +315,7 @@ def test_words_that_are_not_sums(monkeypatch):
 
 @pytest.mark.parametrize("groups", [None, 1])
 @pytest.mark.parametrize(
-    "make", [hvd_fec.Ternary, lambda: hvd_fec.Ternary("stochastic"), lambda: hvd_fec.TwoBit(0.02)]
+    "make", [hvd_fec.Ternary, lambda: hvd_fec.Ternary("threshold"), lambda: hvd_fec.TwoBit(0.02)]
 )
 def test_keras_trains(make, groups):
     keras.utils.set_random_seed(1)
@@ -365,7 +365,7 @@ def test_arguments(kind, kwargs, message):
 
 def test_a_rank_has_joined():
     compressor = hvd_fec.TwoBit(threshold=1.0, min_size=0)
-    ternary = hvd_fec.Ternary(min_size=0)
+    ternary = hvd_fec.Ternary("threshold", min_size=0)
     if RANK < SIZE - 1:
         present = range(SIZE - 1)
         rules = [TwoBitRule(1.0, present) for _ in LENGTHS]
