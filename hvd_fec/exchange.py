@@ -49,18 +49,31 @@ def make_token(tensor: tf.Tensor, probe: int) -> tf.Tensor:
 
 def gather(frame: tf.Tensor, name: str, process_set) -> tf.Tensor:
     """All ranks' frames, concatenated in rank order."""
-    # In eager mode Horovod names the operation itself.
-    return hvd.allgather(frame, name=None if tf.executing_eagerly() else name, process_set=process_set)
+    return hvd.allgather(frame, name=_name(name), process_set=process_set)
 
 
-def factor_of(token: np.ndarray, frames) -> float:
+def add_up(words: tf.Tensor, name: str, process_set) -> tf.Tensor:
+    """The sum of all ranks' integers; ranks that have joined count as zeros."""
+    return hvd.allreduce(words, op=hvd.Sum, name=_name(name), process_set=process_set)
+
+
+def _name(name: str):
+    """In eager mode Horovod names the operation itself."""
+    return None if tf.executing_eagerly() else name
+
+
+def factor_of(token: np.ndarray, expected: float, ranks: int) -> float:
     """What the sum over ranks is to be multiplied with.
+
+    Args:
+        token: the reduced token.
+        expected: the mean of the probes of the ranks that took part.
+        ranks: how many these were.
 
     Raises:
         ValueError: the token did not come through a linear reduction over these ranks.
     """
     token = np.asarray(token, np.float64)
-    expected = sum(frame.probe for frame in frames) / len(frames)
     if token.shape != (2,) or not np.isfinite(token).all():
         raise ValueError(
             f"Horovod returned {token!r} for a token of two finite elements: only allreduce and "
@@ -71,7 +84,7 @@ def factor_of(token: np.ndarray, frames) -> float:
             f"Horovod combined the token to {token.tolist()} where a linear reduction gives a ratio "
             f"of {expected:.3f}: compressed gradients can be reduced with op=Sum or op=Average only"
         )
-    return float(token[0]) / len(frames)
+    return float(token[0]) / ranks
 
 
 def check_op(op) -> None:
@@ -113,7 +126,8 @@ def decode_frames(gathered: np.ndarray, token: np.ndarray, decode_add, sizes):
     Ranks are added in rank order on every rank, which makes the result the same to the last bit.
     """
     frames = wire.split_frames(gathered)
-    factor = factor_of(token, frames)
+    probe = sum(frame.probe for frame in frames) / len(frames)
+    factor = factor_of(token, probe, len(frames))
     results = fresh_zeros(sizes)
     for i, (size, out) in enumerate(zip(sizes, results)):
         for rank, frame in enumerate(frames):

@@ -483,13 +483,3 @@ static TARGET void NAME(fec_decode_add)(const uint8_t *codes, const uint8_t *sig
         signs += table[1];
     }
 }
-
-const kernel_set NAME(kernels) = {
-    STRING(NAME_SUFFIX),
-    NAME(all_finite),
-    NAME(fec_encode),
-    NAME(fec_check),
-    NAME(fec_decode_add),
-    NAME(pack_runs),
-    NAME(unpack_runs),
-};
