@@ -85,30 +85,23 @@ class FecCodec:
             TypeError: another dtype.
             ValueError: a residual of another size, dtype or layout, or sharing memory with ``x``.
         """
-        x = np.asarray(x)
-        if x.dtype.name not in wire.DTYPES or not x.dtype.isnative:
-            raise TypeError(f"FEC encodes {', '.join(wire.DTYPES)}, not {x.dtype}")
-        dtype = wire.DTYPES[x.dtype.name]
-        raw = np.require(x, requirements=["C", "A"]).reshape(-1).view(np.uint8)
+        x, dtype, raw = _gradient(x)
         if residual is not None:
             residual = _checked("residual", residual, x.size)
             if np.may_share_memory(residual, x):
                 raise ValueError("x and residual share memory")
-        finite = all(
-            threads.run(
-                [
-                    partial(kernels.all_finite, raw[a * x.itemsize : b * x.itemsize], dtype)
-                    for a, b in _ranges(x.size)
-                ]
-            )
-        )
-        if finite:
+        if _finite(raw, dtype, x.itemsize):
             return self._encode(raw, dtype, x.itemsize, residual)
         with np.errstate(over="ignore", invalid="ignore"):
             values = x.reshape(-1).astype(np.float32)
         bad = ~np.isfinite(values)
         values[bad] = 0
         return self._encode(values.view(np.uint8), dtype, 4, None, bad)
+
+    def is_finite(self, x) -> bool:
+        """Whether all elements of ``x``, as for :meth:`encode`, are finite and fit float32."""
+        x, dtype, raw = _gradient(x)
+        return _finite(raw, dtype, x.itemsize)
 
     def _encode(self, raw, dtype, itemsize, residual, bad=None) -> np.ndarray:
         n = raw.size // itemsize
@@ -269,6 +262,23 @@ class _Sections:
         )
         if self.nonfinite is not None:
             out[self.nonfinite] = np.nan
+
+
+def _gradient(x) -> Tuple[np.ndarray, int, np.ndarray]:
+    """``x`` as an array, its dtype's code, and its elements as bytes."""
+    x = np.asarray(x)
+    if x.dtype.name not in wire.DTYPES or not x.dtype.isnative:
+        raise TypeError(f"FEC encodes {', '.join(wire.DTYPES)}, not {x.dtype}")
+    raw = np.require(x, requirements=["C", "A"]).reshape(-1).view(np.uint8)
+    return x, wire.DTYPES[x.dtype.name], raw
+
+
+def _finite(raw: np.ndarray, dtype: int, itemsize: int) -> bool:
+    calls = [
+        partial(kernels.all_finite, raw[a * itemsize : b * itemsize], dtype)
+        for a, b in _ranges(raw.size // itemsize)
+    ]
+    return all(threads.run(calls))
 
 
 def _ranges(n: int) -> List[Tuple[int, int]]:
