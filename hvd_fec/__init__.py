@@ -13,7 +13,7 @@ from hvd_fec import codecs
 from hvd_fec._version import __version__
 from hvd_fec.wire import PayloadError
 
-_COMPRESSORS = ("FEC", "Compression")
+_COMPRESSORS = ("FEC", "Ternary", "TwoBit", "Compression")
 
 __all__ = ["PayloadError", "__version__", "codecs", *_COMPRESSORS]
 

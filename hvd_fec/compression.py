@@ -1,10 +1,15 @@
 """The compressors that Horovod takes as ``compression=``."""
 
+import hashlib
+import itertools
+import math
 import re
 import threading
 import warnings
 import weakref
-from typing import List, NamedTuple, Optional, Tuple
+from collections import defaultdict
+from numbers import Real
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -12,9 +17,11 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
 from hvd_fec import callsite, exchange, wire
-from hvd_fec.codecs import FecCodec
+from hvd_fec.codecs import FecCodec, TernaryCodec
+from hvd_fec.codecs.ternary import Survey, gathers, survey
 from hvd_fec.feedback import ResidualStore
 from hvd_fec.stats import Stats
+from hvd_fec.survey import failed_row, fingerprint, read, row
 
 _COMPRESSED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
@@ -27,9 +34,6 @@ class _BatchCompressor(Compressor):
     ``decompress`` for every tensor. So ``compress`` collects the tensors of a batch, and the first
     ``decompress`` builds their one exchange: encode on the host, a collective, decode on the host.
     """
-
-    _wire_dtype: tf.DType
-    """What ``_encode`` returns and ``_move`` moves."""
 
     def __init__(self, error_feedback: bool, min_size: int, process_set):
         if int(min_size) != min_size or min_size < 0:
@@ -49,17 +53,8 @@ class _BatchCompressor(Compressor):
         """The settings, without the process set."""
         raise NotImplementedError
 
-    def _encode(self, names, arrays, probe) -> Tuple[np.ndarray, int]:
-        """What this rank sends for ``arrays``, of type ``_wire_dtype`` and shape (n,), and how
-        many values were kept. ``names`` identify the tensors from step to step, None if unknown."""
-        raise NotImplementedError
-
-    def _move(self, sent: tf.Tensor, name: str, process_set) -> tf.Tensor:
-        """The collective."""
-        raise NotImplementedError
-
-    def _decode(self, moved, token, names, sizes) -> List[np.ndarray]:
-        """The reduced tensors, float32 of shape (size,) each."""
+    def _build(self, ex: "_Exchange") -> List[tf.Tensor]:
+        """Build the graph of one exchange; returns the reduced tensors, flat."""
         raise NotImplementedError
 
     # ---- the public face ------------------------------------------------------------------------
@@ -132,39 +127,8 @@ class _BatchCompressor(Compressor):
         self._tracing.batch = None
         entries: List[_Entry] = [e for e in (ref() for ref in batch.entries) if e is not None]
         keys = [self._key(entry, index) for index, entry in enumerate(entries)]
-        handles = [key.handle for key in keys if key.handle is not None]
-        tensors = [entry.tensor for entry in entries]
-        sizes = [tensor.shape.num_elements() for tensor in tensors]
-        dtypes = [tensor.dtype for tensor in tensors]
-        token_bytes = batch.token.dtype.size * 2 * len(entries)
-
-        def encode(handle_names, *arrays):
-            return self._host_encode(
-                _resolve(keys, handle_names), arrays, batch.probe, token_bytes
-            )
-
-        def decode(moved, token, handle_names):
-            results = self._decode(moved, token, _resolve(keys, handle_names), sizes)
-            return [
-                result if dtype == tf.float32 else result.astype(dtype.as_numpy_dtype)
-                for result, dtype in zip(results, dtypes)
-            ]
-
         with tf.device("/CPU:0"):
-            # Which variables these are is only known when the graph runs: Horovod's own function
-            # takes them as arguments, and two optimizers may share it.
-            handle_names = tf.strings.format("\n".join(["{}"] * len(handles)), handles)
-            # Stateless, or TensorFlow would run all exchanges of a step one after the other.
-            sent = tf.numpy_function(
-                encode, [handle_names, *tensors], self._wire_dtype, stateful=False
-            )
-            sent = tf.ensure_shape(sent, [None])
-            moved = self._move(sent, _collective_name(entries), batch.process_set)
-            results = tf.numpy_function(
-                decode, [moved, token, handle_names], dtypes, stateful=False
-            )
-            if isinstance(results, tf.Tensor):  # eagerly, a list of one comes back bare
-                results = [results]
+            results = self._build(_Exchange(batch, entries, keys, token))
             for entry, result in zip(entries, results):
                 entry.result = tf.reshape(result, entry.tensor.shape)
 
@@ -187,16 +151,15 @@ class _BatchCompressor(Compressor):
             )
         return _Key(None, None)
 
-    def _host_encode(self, names, arrays, probe, token_bytes) -> np.ndarray:
-        sent, kept = self._encode(names, arrays, probe)
+    def _count(self, names, arrays, sent: int, kept: int) -> None:
+        """Note in the statistics that ``sent`` bytes went out for ``arrays``."""
         self._stats.add(
             names[0],
             dense=sum(array.nbytes for array in arrays),
-            sent=sent.nbytes + token_bytes,
+            sent=sent,
             elements=sum(array.size for array in arrays),
             kept=kept,
         )
-        return sent
 
 
 class FEC(_BatchCompressor):
@@ -214,13 +177,16 @@ class FEC(_BatchCompressor):
         min_size: tensors of fewer elements go through Horovod uncompressed, as do integer tensors
             and tensors whose size is not known when the graph is built.
         process_set: exchange in this process set; by default in the one that Horovod reduces in.
+        exchange: ``"allgather"`` sends every payload to every rank: exact, and each rank receives
+            as many payloads as there are ranks. ``"twoshot"`` has each rank average one slice of
+            every tensor and pass the average on, compressed once more with a residual of its own:
+            less than two payloads per rank for any number of ranks. ``"auto"`` chooses by
+            :func:`hvd_fec.exchange.two_shot_pays`.
 
     Raises:
         ValueError: an argument is out of range; in use, an op other than Sum or Average, or a
             process set that is not Horovod's.
     """
-
-    _wire_dtype = tf.uint8
 
     def __init__(
         self,
@@ -228,9 +194,15 @@ class FEC(_BatchCompressor):
         error_feedback: bool = True,
         min_size: int = 1024,
         process_set=None,
+        exchange: str = "auto",
     ):
+        if exchange not in ("auto", "allgather", "twoshot"):
+            raise ValueError(
+                f"exchange must be 'auto', 'allgather' or 'twoshot', not {exchange!r}"
+            )
         super().__init__(error_feedback, min_size, process_set)
         self._codec = FecCodec(threshold)
+        self.exchange = exchange
 
     @property
     def threshold(self) -> int:
@@ -243,27 +215,346 @@ class FEC(_BatchCompressor):
             "threshold": self.threshold,
             "error_feedback": self.error_feedback,
             "min_size": self.min_size,
+            "exchange": self.exchange,
         }
 
-    def _encode(self, names, arrays, probe):
+    def _build(self, ex):
+        ranks = ex.process_set.size() if ex.process_set.included() else 1
+        if self.exchange == "twoshot" or (
+            self.exchange == "auto" and exchange.two_shot_pays(ranks, 4 * sum(ex.sizes))
+        ):
+            return self._build_two_shot(ex)
+
+        def encode(names, *arrays):
+            frame, kept = self._encode(names, arrays, ex.probe)
+            self._count(names, arrays, frame.nbytes + ex.token_bytes, kept)
+            return frame
+
+        def decode(names, gathered, token):
+            results = exchange.decode_frames(gathered, token, self._codec.decode_add, ex.sizes)
+            return ex.cast(results)
+
+        frame = tf.ensure_shape(ex.on_host(encode, ex.tensors, tf.uint8), [None])
+        gathered = exchange.gather(frame, ex.name, ex.process_set)
+        return ex.on_host(decode, [gathered, ex.token], ex.dtypes)
+
+    def _build_two_shot(self, ex):
+        def scatter(names, *arrays):
+            ranks = ex.process_set.size()
+            flat = [array.reshape(-1) for array in arrays]
+            finite = [self._codec.is_finite(array) for array in flat]
+            frames, kept = [], 0
+            for rank in range(ranks):
+                frame, n = self._encode(
+                    names, flat, ex.probe, [exchange.part(a.size, rank, ranks) for a in flat], finite
+                )
+                frames.append(frame)
+                kept += n
+            sent = sum(frame.nbytes for frame in frames)
+            self._count(names, arrays, sent + ex.token_bytes, kept)
+            return np.concatenate(frames), np.array([f.size for f in frames], np.int32)
+
+        def average(names, received):
+            rank, ranks = ex.process_set.rank(), ex.process_set.size()
+            try:
+                frames = wire.split_frames(received)
+                parts = [exchange.part(size, rank, ranks) for size in ex.sizes]
+                means = exchange.add_frames(
+                    frames, [p.stop - p.start for p in parts], self._codec.decode_add, 1 / ranks
+                )
+            except Exception as error:  # as in _encode
+                return wire.pack_error(str(error))
+            names = [name and f"{name}, mean" for name in names]
+            frame, _ = self._encode(names, means, ex.probe)
+            self._stats.add_sent(frame.nbytes)
+            return frame
+
+        def decode(names, gathered, token):
+            frames = wire.split_frames(gathered)
+            factor = exchange.factor_of(token, exchange.mean_probe(frames), 1)
+            results = exchange.fresh_zeros(ex.sizes)
+            for rank, frame in enumerate(frames):
+                parts = [out[exchange.part(out.size, rank, len(frames))] for out in results]
+                exchange.check_frame(rank, frame, [part.size for part in parts])
+                for payload, part in zip(frame.payloads, parts):
+                    self._codec.decode_add(payload, part, factor)
+            return ex.cast(results)
+
+        frames, splits = ex.on_host(scatter, ex.tensors, [tf.uint8, tf.int32])
+        frames, splits = tf.ensure_shape(frames, [None]), tf.ensure_shape(splits, [None])
+        received = exchange.scatter(frames, splits, f"{ex.name}_scatter", ex.process_set)
+        frame = tf.ensure_shape(ex.on_host(average, [received], tf.uint8), [None])
+        gathered = exchange.gather(frame, f"{ex.name}_gather", ex.process_set)
+        return ex.on_host(decode, [gathered, ex.token], ex.dtypes)
+
+    def _encode(self, names, arrays, probe, parts=None, finite=None) -> Tuple[np.ndarray, int]:
+        """This rank's frame, and how many values it keeps: of ``arrays``, or of ``parts`` of them,
+        where ``finite`` says whether the whole array is."""
+        parts = parts or [slice(None)] * len(arrays)
+        finite = finite or [True] * len(arrays)
         try:
-            payloads = [self._encode_one(name, array) for name, array in zip(names, arrays)]
+            payloads = [self._encode_one(*a) for a in zip(names, arrays, parts, finite)]
         except Exception as error:  # every rank must hear of it, or they wait here forever
             return wire.pack_error(f"{type(error).__name__}: {error}"), 0
         kept = sum(wire.read_header(payload).kept for payload in payloads)
         return wire.pack_frame(probe, payloads), kept
 
-    def _encode_one(self, name, array) -> np.ndarray:
-        if not self.error_feedback or name is None:
-            return self._codec.encode(array)
+    def _encode_one(self, name, array, part, finite) -> np.ndarray:
+        if not self.error_feedback or name is None or not finite:
+            return self._codec.encode(array.reshape(-1)[part])
         with self.residuals.use(name, array.size) as residual:
-            return self._codec.encode(array, residual)
+            return self._codec.encode(array.reshape(-1)[part], residual[part])
 
-    def _move(self, sent, name, process_set):
-        return exchange.gather(sent, name, process_set)
 
-    def _decode(self, moved, token, names, sizes):
-        return exchange.decode_frames(moved, token, self._codec.decode_add, sizes)
+class _SumCompressor(_BatchCompressor):
+    """Ternary values that are added up while they are packed.
+
+    Two collectives an exchange. First a small table in which every rank says whether it takes
+    part, with which settings, and what its tensors look like: from it all ranks choose the same
+    scales, and agree to fail or to skip a tensor before anything has left a residual. Then the
+    words, in a ring or, for few ranks, gathered.
+    """
+
+    def __init__(self, error_feedback: bool, min_size: int, process_set):
+        super().__init__(error_feedback, min_size, process_set)
+        self._step_of = defaultdict(itertools.count)
+
+    def reset(self) -> None:
+        super().reset()
+        self._step_of.clear()
+
+    def _choose(self, surveys: List[Survey]) -> "_Scale":
+        """The scale of a tensor whose present ranks report ``surveys``, all of them finite."""
+        raise NotImplementedError
+
+    def _pack(self, codec, array, scale, words, name, seed) -> int:
+        """Pack one tensor into ``words``; returns how many values are not zero."""
+        if not self.error_feedback or name is None:
+            return codec.encode(array, *scale, words)
+        with self.residuals.use(name, array.size) as residual:
+            return codec.encode(array, *scale, words, residual)
+
+    def _survey(self, name, array) -> Survey:
+        if not self.error_feedback or name is None:
+            return survey(array)
+        with self.residuals.use(name, array.size) as residual:
+            return survey(array, residual)
+
+    def _scale(self, surveys: List[Survey]) -> Optional["_Scale"]:
+        """None where a rank has values that are not finite."""
+        if not all(math.isfinite(s.peak) and math.isfinite(s.rms) for s in surveys):
+            return None
+        return self._choose(surveys)
+
+    @staticmethod
+    def _gathers(table) -> bool:
+        # Horovod refuses to gather while a rank has joined.
+        return table.complete and gathers(table.ranks)
+
+    def _build(self, ex):
+        settings = {"compressor": type(self).__name__, **self.get_config()}
+        mark = fingerprint(settings, [tuple(tensor.shape) for tensor in ex.tensors])
+        failure: List[Exception] = []
+
+        def look(names, *arrays):
+            rank, ranks = ex.process_set.rank(), ex.process_set.size()
+            try:
+                surveys = [self._survey(name, array) for name, array in zip(names, arrays)]
+            except Exception as error:  # raised by encode, when all ranks know
+                failure[:] = [error]
+                return failed_row(rank, ranks, len(arrays))
+            return row(rank, ranks, mark, ex.probe, surveys)
+
+        def read_table(table):
+            table = read(table, ex.process_set.size(), len(ex.tensors))
+            codec = TernaryCodec(1 if self._gathers(table) else table.ranks)
+            cuts = np.cumsum([0, *(codec.words(size) for size in ex.sizes)])
+            return table, codec, [self._scale(s) for s in table.surveys], cuts
+
+        def encode(names, table, *arrays):
+            if failure:
+                raise failure.pop()
+            table_bytes = table.nbytes
+            table, codec, scales, cuts = read_table(table)
+            step = next(self._step_of[ex.label])
+            words = np.zeros(cuts[-1] + 1, np.int64)
+            kept = 0
+            try:
+                for i, (name, array, scale) in enumerate(zip(names, arrays, scales)):
+                    if scale is not None:
+                        part = words[cuts[i] : cuts[i + 1]]
+                        seed = (hvd.rank(), ex.label, i, step)
+                        kept += self._pack(codec, array, scale, part, name, seed)
+            except Exception as error:  # the others wait for the words, and get a mark with them
+                failure[:] = [error]
+                words[-1] = 1
+            self._count(names, arrays, table_bytes + words.nbytes + ex.token_bytes, kept)
+            return words, self._gathers(table)
+
+        def decode(names, moved, table, token):
+            table, codec, scales, cuts = read_table(table)
+            rows = len(table.present) if self._gathers(table) else 1
+            if moved.shape != (rows * (cuts[-1] + 1),):
+                raise wire.PayloadError(f"{moved.size} words, {rows} x {cuts[-1] + 1} are needed")
+            parts = moved.reshape(rows, -1)
+            if failure:
+                raise failure.pop()
+            if parts[:, -1].any():
+                raise RuntimeError("the compressor failed on another rank: see its output")
+            factor = exchange.factor_of(token, table.probe, len(table.present))
+            results = exchange.fresh_zeros(ex.sizes)
+            for i, (scale, out) in enumerate(zip(scales, results)):
+                if scale is None:
+                    out[:] = np.nan
+                else:
+                    codec.decode(parts[:, cuts[i] : cuts[i + 1]], scale.step * factor, out)
+            return ex.cast(results)
+
+        mine = tf.ensure_shape(ex.on_host(look, ex.tensors, tf.int64), [None])
+        table = exchange.add_up(mine, f"{ex.name}_survey", ex.process_set)
+        words, gathered = ex.on_host(encode, [table, *ex.tensors], [tf.int64, tf.bool])
+        words = tf.ensure_shape(words, [None])
+        moved = tf.cond(
+            tf.ensure_shape(gathered, []),
+            lambda: exchange.gather(words, f"{ex.name}_gather", ex.process_set),
+            lambda: exchange.add_up(words, f"{ex.name}_sum", ex.process_set),
+        )
+        return ex.on_host(decode, [moved, table, ex.token], ex.dtypes)
+
+
+class _Scale(NamedTuple):
+    """What a tensor's digits stand for, and the smallest magnitude that gets one."""
+
+    step: float
+    level: float
+
+
+_NOTHING = _Scale(0.0, math.inf)
+_SMALLEST_STEP = 2.0**-100
+"""Smaller steps are zero in all but name, and 2**-24 of them is not a normal float32."""
+_LARGEST_STEP = float(np.finfo(np.float32).max)
+
+
+class Ternary(_SumCompressor):
+    """Send every value as -1, 0 or 1 times a scale that all ranks share.
+
+    The values of all ranks are added up while they are packed, as many to a 64-bit word as the
+    number of ranks allows: 13.5 times smaller than float32 for 2 ranks, 7.5 times for 8. Give an
+    instance to Horovod as ``compression=``; see :class:`FEC` for what holds for all compressors.
+
+    Args:
+        rounding: ``"stochastic"`` sends sign(v) with probability |v| / scale and keeps nothing
+            (TernGrad, Wen et al. 2017, arXiv 1705.07878). The scale is the largest |v| over all
+            ranks, so that the mean of what is sent is v. ``"threshold"`` sends sign(v) where |v|
+            is at least half the scale, and keeps what that lacks as a residual for the next step.
+            The default is the rule that converged better in MNIST's first epoch, by a little but
+            for every seed: a residual is late, noise is not (docs/benchmarks-ternary.md).
+        sparsity: of the threshold rule: scale over the largest |v|, above 0 and below 2, like the
+            sparsity multiplier of 3LC (Lim et al. 2018, arXiv 1802.07389), which is 1 and more.
+            Smaller sends more and smaller values.
+        clip_sigma: of the stochastic rule: clip values at this many root mean squares (2.5 in the
+            paper), for less noise; None for no clipping and no bias.
+        seed: of the stochastic rule: draws depend on it, the rank, the tensor and the step.
+        min_size: tensors of fewer elements go through Horovod uncompressed, as do integer tensors
+            and tensors whose size is not known when the graph is built.
+        process_set: exchange in this process set; by default in the one that Horovod reduces in.
+
+    If a value on any rank is NaN or infinite, the whole tensor is NaN on all ranks in that step,
+    and no rank's residual changes.
+
+    Raises:
+        ValueError: an argument is out of range; in use, an op other than Sum or Average, a
+            process set that is not Horovod's, or more than 16383 ranks.
+        RuntimeError: in use, ranks that differ in their settings or tensors.
+    """
+
+    def __init__(
+        self,
+        rounding: str = "stochastic",
+        sparsity: float = 0.25,
+        clip_sigma: Optional[float] = None,
+        seed: int = 0,
+        min_size: int = 1024,
+        process_set=None,
+    ):
+        if rounding not in ("threshold", "stochastic"):
+            raise ValueError(f"rounding must be 'threshold' or 'stochastic', not {rounding!r}")
+        if not _is_number(sparsity) or not 0 < sparsity < 2:
+            raise ValueError(f"sparsity must be above 0 and below 2, not {sparsity!r}")
+        if clip_sigma is not None and not (_is_number(clip_sigma) and 0 < clip_sigma < math.inf):
+            raise ValueError(f"clip_sigma must be None or a positive number, not {clip_sigma!r}")
+        if not _is_number(seed) or int(seed) != seed:
+            raise ValueError(f"seed must be an integer, not {seed!r}")
+        super().__init__(rounding == "threshold", min_size, process_set)
+        self.rounding, self.sparsity = rounding, float(sparsity)
+        self.clip_sigma = None if clip_sigma is None else float(clip_sigma)
+        self.seed = int(seed)
+
+    def get_config(self) -> dict:
+        """The settings, without the process set."""
+        return {
+            "rounding": self.rounding,
+            "sparsity": self.sparsity,
+            "clip_sigma": self.clip_sigma,
+            "seed": self.seed,
+            "min_size": self.min_size,
+        }
+
+    def _choose(self, surveys):
+        step = max(s.peak for s in surveys)
+        if self.rounding == "threshold":
+            step *= self.sparsity
+        elif self.clip_sigma is not None:
+            rms = math.sqrt(sum(s.rms**2 for s in surveys) / len(surveys))
+            step = min(step, self.clip_sigma * rms)
+        if step < _SMALLEST_STEP:
+            return _NOTHING
+        step = float(np.float32(min(step, _LARGEST_STEP)))
+        return _Scale(step, step / 2)
+
+    def _pack(self, codec, array, scale, words, name, seed):
+        if self.rounding == "threshold":
+            return super()._pack(codec, array, scale, words, name, seed)
+        if scale is _NOTHING:
+            return 0
+        text = repr((self.seed, *seed)).encode()
+        key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        return codec.draw(array, scale.step, key, words)
+
+
+class TwoBit(_SumCompressor):
+    """MXNet's 2-bit compression: send plus or minus a fixed threshold, keep the rest.
+
+    The residual grows by the gradient. Where it reaches ``threshold`` the threshold is sent and
+    taken off, where it reaches ``-threshold`` the same with the other sign; elsewhere 0 is sent.
+    Values travel as in :class:`Ternary`, which also says what else holds.
+
+    Args:
+        threshold: a positive number, in the order of the larger gradients: a value many times
+            larger takes as many steps to go out, a far smaller one waits long for its turn.
+        min_size: tensors of fewer elements go through Horovod uncompressed.
+        process_set: exchange in this process set; by default in the one that Horovod reduces in.
+
+    Raises:
+        ValueError, RuntimeError: as for :class:`Ternary`.
+    """
+
+    def __init__(self, threshold: float = 0.5, min_size: int = 1024, process_set=None):
+        if not _is_number(threshold) or not _SMALLEST_STEP <= threshold <= _LARGEST_STEP:
+            raise ValueError(f"threshold must be a positive float32, not {threshold!r}")
+        super().__init__(True, min_size, process_set)
+        self.threshold = float(np.float32(threshold))
+
+    def get_config(self) -> dict:
+        """The settings, without the process set."""
+        return {"threshold": self.threshold, "min_size": self.min_size}
+
+    def _choose(self, surveys):
+        return _Scale(self.threshold, self.threshold)
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 class _Batch:
@@ -284,6 +575,45 @@ class _Entry:
     def __init__(self, batch: _Batch, tensor: tf.Tensor, site: callsite.CallSite):
         self.batch, self.tensor, self.site = batch, tensor, site
         self.result: Optional[tf.Tensor] = None
+
+
+class _Exchange:
+    """One exchange of the tensors of a batch, while its graph is built."""
+
+    def __init__(self, batch: _Batch, entries: List[_Entry], keys: List["_Key"], token):
+        self.process_set, self.probe, self.token = batch.process_set, batch.probe, token
+        self.tensors = [entry.tensor for entry in entries]
+        self.sizes = [tensor.shape.num_elements() for tensor in self.tensors]
+        self.dtypes = [tensor.dtype for tensor in self.tensors]
+        self.token_bytes = batch.token.dtype.size * 2 * len(entries)
+        self.name = _collective_name(entries)
+        self.label = self.name or "/".join(str(key.static) for key in keys)
+        """The same in every run of a program: what random numbers may depend on."""
+        self._keys = keys
+        # Which variables these are is only known when the graph runs: Horovod's own function
+        # takes them as arguments, and two optimizers may share it.
+        handles = [key.handle for key in keys if key.handle is not None]
+        self._handle_names = tf.strings.format("\n".join(["{}"] * len(handles)), handles)
+
+    def on_host(self, function, inputs, dtypes):
+        """``function(names, *inputs)``, run in NumPy whenever the graph runs. ``names`` identify
+        the tensors from step to step and are None where unknown."""
+
+        def call(handle_names, *arrays):
+            return function(_resolve(self._keys, handle_names), *arrays)
+
+        # Stateless, or TensorFlow would run all exchanges of a step one after the other.
+        results = tf.numpy_function(call, [self._handle_names, *inputs], dtypes, stateful=False)
+        if isinstance(dtypes, list) and isinstance(results, tf.Tensor):
+            return [results]  # eagerly, a list of one comes back bare
+        return results
+
+    def cast(self, results: List[np.ndarray]) -> List[np.ndarray]:
+        """float32 results in the dtypes of their tensors."""
+        return [
+            result if dtype == tf.float32 else result.astype(dtype.as_numpy_dtype)
+            for result, dtype in zip(results, self.dtypes)
+        ]
 
 
 class _Key(NamedTuple):
@@ -321,14 +651,18 @@ def _collective_name(entries: List[_Entry]) -> str:
 
 
 class _CompressionMeta(type):
-    _fec: Optional[FEC] = None
+    """Makes each compressor with its default settings once for the whole process."""
 
-    @property
-    def fec(cls) -> FEC:
-        """FEC with its default settings: one object for the whole process."""
-        if cls._fec is None:
-            cls._fec = FEC()
-        return cls._fec
+    _made: Dict[type, _BatchCompressor] = {}
+
+    def _default(cls, kind):
+        if kind not in cls._made:
+            cls._made[kind] = kind()
+        return cls._made[kind]
+
+    fec = property(lambda cls: cls._default(FEC))
+    ternary = property(lambda cls: cls._default(Ternary))
+    twobit = property(lambda cls: cls._default(TwoBit))
 
 
 class Compression(metaclass=_CompressionMeta):

@@ -12,7 +12,10 @@ instead, a tensor of two elements:
   Max, Product or Adasum it is something else, and the step fails instead of training on.
 """
 
+import mmap
 import warnings
+from itertools import accumulate
+from typing import List
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -22,6 +25,9 @@ from hvd_fec import wire
 
 _PROBE_TOLERANCE = 0.03
 """The probes' mean is at least 1/3 and at most 2/3 for any number of ranks; float16 is far finer."""
+
+_HUGE = 4 << 20
+"""Bytes from which asking for huge pages pays."""
 
 
 def probe_of(process_set) -> int:
@@ -43,18 +49,38 @@ def make_token(tensor: tf.Tensor, probe: int) -> tf.Tensor:
 
 def gather(frame: tf.Tensor, name: str, process_set) -> tf.Tensor:
     """All ranks' frames, concatenated in rank order."""
-    # In eager mode Horovod names the operation itself.
-    return hvd.allgather(frame, name=None if tf.executing_eagerly() else name, process_set=process_set)
+    return hvd.allgather(frame, name=_name(name), process_set=process_set)
 
 
-def factor_of(token: np.ndarray, frames) -> float:
+def scatter(frames: tf.Tensor, splits: tf.Tensor, name: str, process_set) -> tf.Tensor:
+    """This rank's frame from every rank, in rank order. ``frames`` holds one for each rank, of
+    ``splits`` bytes."""
+    received, _ = hvd.alltoall(frames, splits, name=_name(name), process_set=process_set)
+    return received
+
+
+def add_up(words: tf.Tensor, name: str, process_set) -> tf.Tensor:
+    """The sum of all ranks' integers; ranks that have joined count as zeros."""
+    return hvd.allreduce(words, op=hvd.Sum, name=_name(name), process_set=process_set)
+
+
+def _name(name: str):
+    """In eager mode Horovod names the operation itself."""
+    return None if tf.executing_eagerly() else name
+
+
+def factor_of(token: np.ndarray, expected: float, ranks: int) -> float:
     """What the sum over ranks is to be multiplied with.
+
+    Args:
+        token: the reduced token.
+        expected: the mean of the probes of the ranks that took part.
+        ranks: how many these were.
 
     Raises:
         ValueError: the token did not come through a linear reduction over these ranks.
     """
     token = np.asarray(token, np.float64)
-    expected = sum(frame.probe for frame in frames) / len(frames)
     if token.shape != (2,) or not np.isfinite(token).all():
         raise ValueError(
             f"Horovod returned {token!r} for a token of two finite elements: only allreduce and "
@@ -65,7 +91,7 @@ def factor_of(token: np.ndarray, frames) -> float:
             f"Horovod combined the token to {token.tolist()} where a linear reduction gives a ratio "
             f"of {expected:.3f}: compressed gradients can be reduced with op=Sum or op=Average only"
         )
-    return float(token[0]) / len(frames)
+    return float(token[0]) / ranks
 
 
 def check_op(op) -> None:
@@ -103,35 +129,83 @@ def decode_frames(gathered: np.ndarray, token: np.ndarray, decode_add, sizes):
         token: the reduced token.
         decode_add: ``decode_add(payload, out, scale)`` of the codec.
         sizes: elements of each tensor of the batch.
+    """
+    frames = wire.split_frames(gathered)
+    factor = factor_of(token, mean_probe(frames), len(frames))
+    return add_frames(frames, sizes, decode_add, factor)
+
+
+def mean_probe(frames) -> float:
+    """Mean of the probes of the ranks that sent ``frames``."""
+    return sum(frame.probe for frame in frames) / len(frames)
+
+
+def add_frames(frames, sizes, decode_add, factor: float) -> List[np.ndarray]:
+    """``factor`` times the sum of the frames' payloads, float32 of shape (size,) each.
 
     Ranks are added in rank order on every rank, which makes the result the same to the last bit.
     """
-    frames = wire.split_frames(gathered)
-    factor = factor_of(token, frames)
-    results = []
-    for i, size in enumerate(sizes):
-        out = aligned_zeros(size)
-        for rank, frame in enumerate(frames):
-            if len(frame.payloads) != len(sizes):
-                raise wire.PayloadError(
-                    f"rank {rank} sent {len(frame.payloads)} tensors, this rank {len(sizes)}"
-                )
-            payload = frame.payloads[i]
-            count = wire.read_header(payload).count
-            if count != size:
-                raise wire.PayloadError(
-                    f"tensor {i} of the exchange has {count} elements on rank {rank} and {size} here"
-                )
-            decode_add(payload, out, factor)
-        results.append(out)
+    for rank, frame in enumerate(frames):
+        check_frame(rank, frame, sizes)
+    results = fresh_zeros(sizes)
+    for i, out in enumerate(results):
+        for frame in frames:
+            decode_add(frame.payloads[i], out, factor)
     return results
 
 
-def aligned_zeros(size: int) -> np.ndarray:
-    """float32 zeros that TensorFlow takes over without a copy (it wants 64-byte alignment)."""
-    raw = np.zeros(size * 4 + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size * 4].view(np.float32)
+def check_frame(rank: int, frame, sizes) -> None:
+    """Refuse a frame of ``rank`` that does not hold tensors of these sizes.
+
+    Raises:
+        PayloadError: it does not.
+    """
+    counts = [wire.read_header(payload).count for payload in frame.payloads]
+    if len(counts) != len(sizes):
+        raise wire.PayloadError(f"rank {rank} sent {len(counts)} tensors, this rank {len(sizes)}")
+    for i, (count, size) in enumerate(zip(counts, sizes)):
+        if count != size:
+            raise wire.PayloadError(
+                f"tensor {i} of the exchange has {count} elements on rank {rank}, {size} here"
+            )
+
+
+def part(size: int, rank: int, ranks: int) -> slice:
+    """The elements of a tensor that ``rank`` averages in a two-shot exchange."""
+    return slice(size * rank // ranks, size * (rank + 1) // ranks)
+
+
+def two_shot_pays(ranks: int, dense_bytes: int) -> bool:
+    """Whether two shots are expected to be faster than an allgather for this many gradients.
+
+    With payloads of P bytes an allgather brings each rank (n - 1) P, two shots bring it
+    2 (n - 1) / n P but take one more round. P is taken to be a 64th of the gradients, the round to
+    be worth 125 kB (a millisecond at 1 Gbit/s).
+    """
+    saved = (ranks - 1) * (1 - 2 / ranks) * dense_bytes / 64
+    return saved > 125_000
+
+
+def fresh_zeros(sizes) -> List[np.ndarray]:
+    """float32 zeros, one flat array per size, in one block of memory.
+
+    TensorFlow takes them over without a copy (it wants 64-byte alignment). A large block comes
+    straight from the system in huge pages: it is zero already, and touching it costs hundreds of
+    page faults instead of tens of thousands.
+    """
+    strides = [-(-size // 16) * 16 for size in sizes]
+    nbytes = 4 * sum(strides)
+    if nbytes >= _HUGE:
+        block = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            block.madvise(mmap.MADV_HUGEPAGE)
+        block = np.frombuffer(block, np.float32)
+    else:
+        raw = np.zeros(nbytes + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        block = raw[start : start + nbytes].view(np.float32)
+    starts = accumulate(strides, initial=0)
+    return [block[start : start + size] for start, size in zip(starts, sizes)]
 
 
 def warn_single_process() -> None:

@@ -31,6 +31,10 @@ COMPRESSIONS = {
     "none": lambda args: hvd.Compression.none,
     "fp16": lambda args: hvd.Compression.fp16,
     "fec": lambda args: hvd_fec.FEC(threshold=args.threshold),
+    "ternary": lambda args: hvd_fec.Ternary(
+        args.rounding, args.sparsity, args.clip_sigma, args.seed
+    ),
+    "twobit": lambda args: hvd_fec.TwoBit(args.twobit_threshold),
 }
 
 EVALUATION_BATCH = 500
@@ -52,6 +56,15 @@ def option_parser(description, *, epochs, batch_size, lr, warmup_epochs=0):
     add = parser.add_argument
     add("--compression", choices=COMPRESSIONS, default="none", help="codec in use")
     add("--threshold", type=int, default=-7, help="fec: keep gradients from 2**THRESHOLD up")
+    add(
+        "--rounding",
+        choices=("threshold", "stochastic"),
+        default="stochastic",
+        help="ternary: which values become -1, 0 or 1",
+    )
+    add("--sparsity", type=float, default=0.25, help="ternary, threshold: scale over peak")
+    add("--clip-sigma", type=float, help="ternary, stochastic: clip at so many RMS")
+    add("--twobit-threshold", type=float, default=0.5, help="twobit: send plus or minus this")
     add("--groups", type=_positive, default=1, help="groups of fused gradients")
     add("--epochs", type=_positive, default=epochs, help="passes over the data")
     add("--batch-size", type=_positive, default=batch_size, help="per rank")

@@ -6,10 +6,15 @@ offer a buffer, such as bfloat16, need no special case. The NumPy twin of every 
 ``hvd_fec/codecs/_numpy.py``.
 """
 from libc.stddef cimport size_t
-from libc.stdint cimport uint8_t, uint16_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef extern from "kernels.h" nogil:
     enum: FEC_CHUNK
+    enum: TERNARY_LANES
+    enum: TERNARY_MAX_RANKS
+    ctypedef struct ternary_radix:
+        uint64_t digits
+    ternary_radix ternary_radix_of(uint64_t)
     ctypedef struct fec_sizes:
         size_t codes
         size_t signs
@@ -25,11 +30,21 @@ cdef extern from "kernels.h" nogil:
                                float, float *) noexcept nogil
         size_t (*pack_runs)(const uint8_t *, size_t, uint8_t *) noexcept nogil
         int (*unpack_runs)(const uint8_t *, size_t, uint8_t *, size_t) noexcept nogil
+        uint32_t (*ternary_survey)(const void *, int, const float *, size_t,
+                                   double *) noexcept nogil
+        uint64_t (*ternary_encode)(const void *, int, float *, size_t, float, float,
+                                   const ternary_radix *, int64_t *) noexcept nogil
+        uint64_t (*ternary_draw)(const void *, int, size_t, float, uint32_t, uint64_t,
+                                 const ternary_radix *, int64_t *) noexcept nogil
+        int (*ternary_decode)(const int64_t *, size_t, size_t, size_t, const ternary_radix *,
+                              float, float *) noexcept nogil
     const kernel_set *kernels_available(size_t)
     unsigned kernels_enter()
     void kernels_leave(unsigned)
 
 CHUNK = FEC_CHUNK
+LANES = TERNARY_LANES
+MAX_RANKS = TERNARY_MAX_RANKS
 
 cdef const kernel_set *active = kernels_available(0)
 cdef int[5] ITEMSIZE = [0, 2, 2, 4, 8]
@@ -164,4 +179,102 @@ def unpack_runs(const uint8_t[::1] stream, uint8_t[::1] plane):
     cdef const uint8_t *s = &stream[0] if m else NULL
     with nogil:
         status = active.unpack_runs(s, m, &plane[0], n)
+    return status
+
+
+cdef ternary_radix _radix(uint64_t ranks, size_t n, size_t words) except *:
+    if not 1 <= ranks <= TERNARY_MAX_RANKS:
+        raise ValueError(f"{ranks} ranks are outside 1..{TERNARY_MAX_RANKS}")
+    cdef ternary_radix radix = ternary_radix_of(ranks)
+    if words != (n + radix.digits - 1) // radix.digits:
+        raise ValueError(f"{words} words for {n} values of {ranks} ranks, {radix.digits} to a word")
+    return radix
+
+
+cdef const float *_residual(const float[::1] residual, size_t n) except? NULL:
+    if residual is None:
+        return NULL
+    if <size_t>residual.shape[0] != n:
+        raise ValueError(f"residual has {residual.shape[0]} elements, x has {n}")
+    return &residual[0] if n else NULL
+
+
+def ternary_survey(const uint8_t[::1] x, int dtype, const float[::1] residual, double[::1] squares):
+    """The bits of the largest ``|x + residual|``, 0x7f800000 or more if one is not finite.
+
+    ``squares`` receives the sum of squares of each chunk. ``residual`` may be None.
+    """
+    cdef size_t n = _elements(x, dtype)
+    cdef const float *r = _residual(residual, n)
+    cdef uint32_t peak
+    cdef unsigned mode
+    if <size_t>squares.shape[0] != _chunks(n):
+        raise ValueError(f"{squares.shape[0]} sums for {_chunks(n)} chunks")
+    if n == 0:
+        return 0
+    with nogil:
+        mode = kernels_enter()
+        peak = active.ternary_survey(&x[0], dtype, r, n, &squares[0])
+        kernels_leave(mode)
+    return peak
+
+
+def ternary_encode(const uint8_t[::1] x, int dtype, float[::1] residual, float step, float level,
+                   uint64_t ranks, int64_t[::1] words):
+    """Pack t = sign(v) where ``|v| >= level``, v = x + residual; residual = v - t * step.
+
+    ``x`` is finite, ``residual`` may be None. Returns how many t are not zero.
+    """
+    cdef size_t n = _elements(x, dtype)
+    cdef ternary_radix radix = _radix(ranks, n, words.shape[0])
+    cdef float *r = <float *>_residual(residual, n)
+    cdef uint64_t kept
+    cdef unsigned mode
+    if n == 0:
+        return 0
+    with nogil:
+        mode = kernels_enter()
+        kept = active.ternary_encode(&x[0], dtype, r, n, step, level, &radix, &words[0])
+        kernels_leave(mode)
+    return kept
+
+
+def ternary_draw(const uint8_t[::1] x, int dtype, float step, uint32_t first, uint64_t key,
+                 uint64_t ranks, int64_t[::1] words):
+    """Pack t = sign(x) with probability ``|x| / step``, drawn from ``key`` and the index of each
+    element, which starts at ``first``. ``x`` is finite. Returns how many t are not zero."""
+    cdef size_t n = _elements(x, dtype)
+    cdef ternary_radix radix = _radix(ranks, n, words.shape[0])
+    cdef uint64_t kept
+    cdef unsigned mode
+    if n == 0:
+        return 0
+    with nogil:
+        mode = kernels_enter()
+        kept = active.ternary_draw(&x[0], dtype, n, step, first, key, &radix, &words[0])
+        kernels_leave(mode)
+    return kept
+
+
+def ternary_decode(const int64_t[:, :] words, uint64_t ranks, float scale, float[::1] out):
+    """out = scale * sum of the digits of all rows of ``words``, each a sum over ``ranks`` ranks.
+
+    Returns 0, or 1 for a word that is too large and 2 for a digit after the last value that is
+    not zero; then ``out`` is meaningless.
+    """
+    cdef size_t n = out.shape[0], parts = words.shape[0]
+    cdef ternary_radix radix = _radix(ranks, n, words.shape[1])
+    cdef int status
+    cdef unsigned mode
+    if parts < 1 or parts * ranks > TERNARY_MAX_RANKS:
+        raise ValueError(f"{parts} parts of {ranks} ranks are outside 1..{TERNARY_MAX_RANKS}")
+    if n == 0:
+        return 0
+    if words.strides[1] != 8 or words.strides[0] % 8 or words.strides[0] < 0:
+        raise ValueError("the rows of words must be contiguous")
+    with nogil:
+        mode = kernels_enter()
+        status = active.ternary_decode(&words[0, 0], parts, words.strides[0] // 8, n, &radix, scale,
+                                       &out[0])
+        kernels_leave(mode)
     return status

@@ -48,6 +48,46 @@ static void fec_values(int threshold, float scale, float *lut)
     }
 }
 
+/* 2**bits / power as factor * 2**-shift, rounded up, with as many bits as a 32-bit factor has. The
+ * fractions of groups then exceed the true ones by less than 1.5 in the last place, and that is
+ * too little to change a digit while 2 * power <= 2**bits. */
+static unsigned ternary_factor(uint64_t power, unsigned bits, uint64_t *factor)
+{
+    unsigned shift = 0;
+    while (shift + bits < 63 && (1ull << (shift + bits + 1)) / power + 1 <= UINT32_MAX) shift++;
+    *factor = (1ull << (shift + bits)) / power + 1;
+    return shift;
+}
+
+ternary_radix ternary_radix_of(uint64_t ranks)
+{
+    ternary_radix radix = {.ranks = ranks, .base = 2 * ranks + 1, .groups = 1};
+    const uint64_t base = radix.base;
+    uint64_t all = 1;
+    while (all <= UINT64_MAX / base) {
+        all *= base;
+        radix.digits++;
+    }
+    radix.largest = all - 1;
+    radix.offset = (all - 1) / 2;
+    radix.fraction_bits = 32;
+    while (base >> (32 - radix.fraction_bits)) radix.fraction_bits--; /* base < 2**(32 - bits) */
+    for (;; radix.groups++) { /* as few groups as leave each fraction exact */
+        radix.rows = (unsigned)((radix.digits + radix.groups - 1) / radix.groups);
+        radix.power = 1;
+        for (unsigned i = 0; i < radix.rows && radix.power >> 32 == 0; i++) radix.power *= base;
+        if (radix.power * 2 <= 1ull << radix.fraction_bits) break;
+    }
+    radix.first_rows = (unsigned)radix.digits - (radix.groups - 1) * radix.rows;
+    radix.inverse = UINT64_MAX / radix.power;
+    uint64_t first = 1;
+    for (unsigned i = 0; i < radix.first_rows; i++) first *= base;
+    radix.fraction_shift = ternary_factor(radix.power, radix.fraction_bits, &radix.to_fraction);
+    radix.first_fraction_shift =
+        ternary_factor(first, radix.fraction_bits, &radix.first_to_fraction);
+    return radix;
+}
+
 #ifdef X86
 #include "compress8.h"
 #endif
@@ -60,26 +100,38 @@ static void fec_values(int threshold, float scale, float *lut)
 
 #define NAME_SUFFIX baseline
 #define TARGET
+#define VECTOR_BYTES 16
 #include "kernels_template.h"
+#include "ternary_template.h"
+#include "kernel_table.h"
 #undef NAME_SUFFIX
 #undef TARGET
+#undef VECTOR_BYTES
 
 #ifdef X86
 #define NAME_SUFFIX avx2
 #define VECTOR256
+#define VECTOR_BYTES 32
 #define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt")))
 #include "kernels_template.h"
+#include "ternary_template.h"
+#include "kernel_table.h"
 #undef NAME_SUFFIX
 #undef TARGET
+#undef VECTOR_BYTES
 
 #undef VECTOR256
 #define NAME_SUFFIX avx512
 #define VECTOR512
+#define VECTOR_BYTES 64
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,popcnt," \
                                      "prefer-vector-width=512")))
 #include "kernels_template.h"
+#include "ternary_template.h"
+#include "kernel_table.h"
 #undef NAME_SUFFIX
 #undef TARGET
+#undef VECTOR_BYTES
 #endif
 
 const kernel_set *kernels_available(size_t i)

@@ -35,6 +35,31 @@ typedef struct {
     uint64_t kept;  /* values kept */
 } fec_sizes;
 
+/* Ternary: words of one block, values of one conversion, and the most that a word can hold. */
+#define TERNARY_LANES 16
+#define TERNARY_ROOM 1024
+#define TERNARY_DIGITS 40
+#define TERNARY_GROUPS 6
+/* From here on a single digit leaves no room for its fraction in 32 bits. */
+#define TERNARY_MAX_RANKS 16383
+
+/* How sums over `ranks` values in {-1, 0, 1} share a 64-bit word. Digits are read in groups: word
+ * = groups by division by `power`, group -> 32-bit fraction of `power`, fraction -> digits by
+ * multiplying with `base`. */
+typedef struct {
+    uint64_t ranks, base, digits;
+    uint64_t offset, largest; /* word + offset is 0..largest, with digits 0..2 * ranks */
+    uint64_t power, inverse;  /* base**rows; 2**64 / power, rounded down */
+    unsigned groups, rows, first_rows; /* digits per group; the first group may have fewer */
+    unsigned fraction_bits;
+    /* fraction = (group * to_fraction >> fraction_shift) + 1, and so for the first group */
+    unsigned fraction_shift, first_fraction_shift;
+    uint64_t to_fraction, first_to_fraction;
+} ternary_radix;
+
+/* ranks is in 1..TERNARY_MAX_RANKS */
+ternary_radix ternary_radix_of(uint64_t ranks);
+
 typedef struct {
     const char *name;
     int (*all_finite)(const void *x, int dtype, size_t n);
@@ -47,6 +72,14 @@ typedef struct {
                            size_t n, int threshold, float scale, float *out);
     size_t (*pack_runs)(const uint8_t *plane, size_t n, uint8_t *out);
     int (*unpack_runs)(const uint8_t *in, size_t in_len, uint8_t *plane, size_t n);
+    uint32_t (*ternary_survey)(const void *x, int dtype, const float *residual, size_t n,
+                               double *squares);
+    uint64_t (*ternary_encode)(const void *x, int dtype, float *residual, size_t n, float step,
+                               float level, const ternary_radix *radix, int64_t *words);
+    uint64_t (*ternary_draw)(const void *x, int dtype, size_t n, float step, uint32_t first,
+                             uint64_t key, const ternary_radix *radix, int64_t *words);
+    int (*ternary_decode)(const int64_t *words, size_t parts, size_t stride, size_t n,
+                          const ternary_radix *radix, float scale, float *out);
 } kernel_set;
 
 /* The i-th of the sets that this processor can run, best first; NULL after the last. */

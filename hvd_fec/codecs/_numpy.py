@@ -28,7 +28,7 @@ def _to_float(x, dtype):
     if dtype == 3:
         return x.view(np.float32)
     if dtype == 4:
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             return x.view(np.float64).astype(np.float32)
     raise ValueError(f"unknown dtype code {dtype}")
 
@@ -86,9 +86,9 @@ def _quantise(x, residual, threshold):
     magnitude = np.minimum(bits & np.uint32(0x7FFFFFFF), np.uint32(0x7F7FFFFF))
     code = np.clip((magnitude >> 23).astype(np.int32) - bias, 0, 15)
     if residual is not None:
-        decoded = ((code + bias).astype(np.uint32) << 23) | np.uint32(MANTISSA)
+        decoded = (code + bias).astype(np.uint32) << 23 | np.uint32(MANTISSA) | sign
         decoded[code == 0] = 0
-        np.subtract((magnitude | sign).view(np.float32), (decoded | sign).view(np.float32), residual)
+        np.subtract((magnitude | sign).view(np.float32), decoded.view(np.float32), residual)
     return (code | np.where(code > 0, sign >> 27, 0)).astype(np.uint8)
 
 
@@ -101,7 +101,7 @@ def fec_encode(x, dtype, residual, threshold, codes, signs, table):
     code_bytes = sign_bytes = kept = 0
     for chunk, start in enumerate(range(0, x.size, CHUNK)):
         part = slice(start, start + CHUNK)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             quantised = _quantise(
                 x[part], None if residual is None else residual[part], threshold
             )
@@ -178,7 +178,8 @@ def fec_check(codes, signs, table, n):
 def values(threshold, scale):
     """float32[32]: scale times the value of code c at [c], negated at [16 + c]."""
     exponents = (threshold + 126 + np.arange(16, dtype=np.int64)).astype(np.uint32)
-    positive = (exponents << 23 | np.uint32(MANTISSA)).view(np.float32) * np.float32(scale)
+    with np.errstate(over="ignore"):
+        positive = (exponents << 23 | np.uint32(MANTISSA)).view(np.float32) * np.float32(scale)
     positive[0] = 0
     return np.concatenate([positive, -positive])
 
@@ -187,4 +188,113 @@ def fec_decode_add(codes, signs, table, threshold, scale, out):
     lut = values(threshold, scale)
     for _, start, _, nibbles, bits in _chunks(codes, signs, table, out.size):
         at = np.flatnonzero(nibbles)
-        out[start + at] += lut[nibbles[at] | bits << 4]
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[start + at] += lut[nibbles[at] | bits << 4]
+
+
+# ---- ternary ------------------------------------------------------------------------------------
+
+LANES = 16
+"""Words of a whole block."""
+MAX_RANKS = 16383
+
+
+def digits_of(ranks):
+    """(base, digits) of the words that hold sums over ``ranks`` ranks."""
+    base, digits = 2 * ranks + 1, 0
+    while base ** (digits + 1) < 2**64:
+        digits += 1
+    return base, digits
+
+
+def _radix(ranks, n, words):
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ValueError(f"{ranks} ranks are outside 1..{MAX_RANKS}")
+    base, digits = digits_of(ranks)
+    if words != -(-n // digits):
+        raise ValueError(f"{words} words for {n} values of {ranks} ranks, {digits} to a word")
+    return base, digits
+
+
+def _by_word(n, digits):
+    """Index of the value in each digit of each word, most significant first; n or more for none."""
+    block = digits * LANES
+    whole = np.arange(n // block * block).reshape(-1, digits, LANES)
+    rest = n - whole.size
+    lanes = -(-rest // digits)
+    last = np.arange(digits * lanes).reshape(digits, lanes)
+    last = np.where(last < rest, whole.size + last, n)
+    return np.concatenate([whole.transpose(0, 2, 1).reshape(-1, digits), last.T])
+
+
+def _to_words(t, ranks, words):
+    base, digits = _radix(ranks, t.size, words.size)
+    places = np.append(t.astype(np.int64), 0)[_by_word(t.size, digits)]
+    words[:] = 0
+    for place in range(digits):
+        words *= base
+        words += places[:, place]
+    return int(np.count_nonzero(t))
+
+
+def ternary_survey(x, dtype, residual, squares):
+    x = _to_float(x, dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        v = x if residual is None else x + residual
+        for chunk, start in enumerate(range(0, x.size, CHUNK)):
+            part = v[start : start + CHUNK].astype(np.float64)
+            lanes = np.append(part, np.zeros(-part.size % LANES)).reshape(-1, LANES)
+            total = np.zeros(LANES)
+            for row in lanes * lanes:
+                total += row
+            while total.size > 1:
+                total = total[: total.size // 2] + total[total.size // 2 :]
+            squares[chunk] = total[0]
+    return int((v.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(initial=0))
+
+
+def ternary_encode(x, dtype, residual, step, level, ranks, words):
+    v = _to_float(x, dtype)
+    if residual is not None:
+        v = v + residual
+    t = (v >= np.float32(level)).astype(np.int8) - (v <= -np.float32(level))
+    if residual is not None:
+        residual[:] = v - t.astype(np.float32) * np.float32(step)
+    return _to_words(t, ranks, words)
+
+
+def draws(n, first, key):
+    """24-bit numbers for n indices from ``first`` on, uint32 of shape (n,)."""
+    low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
+    h = (np.arange(n, dtype=np.uint64) + first).astype(np.uint32) + low
+    h = ((h ^ h >> 16) * np.uint32(0x7FEB352D)) ^ high
+    h = (h ^ h >> 16) * np.uint32(0x7FEB352D)
+    h = (h ^ h >> 15) * np.uint32(0x846CA68B)
+    return (h ^ h >> 16) >> 8
+
+
+def ternary_draw(x, dtype, step, first, key, ranks, words):
+    x = _to_float(x, dtype)
+    bound = draws(x.size, first, key).astype(np.float32) * (np.float32(step) * np.float32(2**-24))
+    return _to_words((x > bound).astype(np.int8) - (x < -bound), ranks, words)
+
+
+def ternary_decode(words, ranks, scale, out):
+    n = out.size
+    base, digits = _radix(ranks, n, words.shape[1])
+    if not 1 <= len(words) * ranks <= MAX_RANKS:
+        raise ValueError(f"{len(words)} parts of {ranks} ranks are outside 1..{MAX_RANKS}")
+    places = _by_word(n, digits)
+    total = np.zeros(n + 1, np.int32)
+    for row in words:
+        word = row.view(np.uint64) + np.uint64((base**digits - 1) // 2)
+        if (word > np.uint64(base**digits - 1)).any():
+            return 1
+        for place in reversed(range(digits)):
+            digit = (word % np.uint64(base)).astype(np.int32) - ranks
+            word //= np.uint64(base)
+            if digit[places[:, place] == n].any():
+                return 2
+            total[places[:, place]] += digit
+    out[:] = total[:n].astype(np.float32) * np.float32(scale)
+    return 0

@@ -1,0 +1,190 @@
+"""Time of one gradient exchange, compressor by compressor.
+
+    horovodrun -np 2 python benchmarks/step.py --set a --density 0.003
+    benchmarks/netns.sh 1gbit -- horovodrun -np 2 python benchmarks/step.py --set a
+
+Every step reduces fresh Gaussian gradients, made outside the clock: values that repeat would pile up
+in the residuals. Residuals start as they are after many steps (see ``settle``), so that the density
+is the lasting one from the first step on; the table shows the density that was measured. All
+compressors run in one job, in turns, and are compared with ``none`` turn by turn.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+import hvd_fec
+from hvd_fec import exchange, wire
+
+
+def resnet50():
+    """Kernels, batch norm and classifier of ResNet-50: 161 tensors, 25.6 million values."""
+    shapes = [(7, 7, 3, 64), (64,), (64,)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions = [(1, inputs, width), (3, width, width), (1, width, 4 * width)]
+            if block == 0:
+                convolutions.append((1, inputs, 4 * width))
+            for k, c_in, c_out in convolutions:
+                shapes += [(k, k, c_in, c_out), (c_out,), (c_out,)]
+            inputs = 4 * width
+    return shapes + [(2048, 1000), (1000,)]
+
+
+def vgg16_cifar():
+    """VGG-16 with one classifier layer, as it is used on 32 x 32 images: 14.7 million values."""
+    shapes, inputs = [], 3
+    for width in (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512):
+        shapes += [(3, 3, inputs, width), (width,)]
+        inputs = width
+    return shapes + [(512, 10), (10,)]
+
+
+SETS = {
+    "a": lambda: [(1_000_000,)] * 20,
+    "b": lambda: [(100_000,)] * 20,
+    "c": resnet50,
+    "d": vgg16_cifar,
+    "e": lambda: [(784, 1024), (1024,), (1024, 1024), (1024,), (1024, 10), (10,)],
+}
+
+
+class Floor(hvd_fec.FEC):
+    """Exchanges a frame with nothing in it: what is left when compression is free and perfect."""
+
+    def _encode(self, names, arrays, probe):
+        return wire.pack_frame(probe, []), 0
+
+    def _decode(self, moved, token, names, sizes):
+        exchange.factor_of(token, wire.split_frames(moved))
+        return exchange.fresh_zeros(sizes)
+
+
+COMPRESSORS = {
+    "none": lambda: hvd.Compression.none,
+    "fp16": lambda: hvd.Compression.fp16,
+    "floor": Floor,
+    "fec": lambda: hvd_fec.FEC(threshold=-9),
+}
+
+
+def settle(compressor, rng):
+    """Give the residuals the distribution they have after many steps.
+
+    A walk that restarts near zero whenever it leaves (-T, T) is found at r with a probability that
+    falls linearly from 0 to T.
+    """
+    scale = np.float32(2.0**compressor.threshold)
+    for _, residual in compressor.residuals.items():
+        residual[:] = rng.triangular(-scale, 0, scale, residual.size)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--set", choices=SETS, default="a", help="shapes of the gradients")
+    parser.add_argument("--compressors", nargs="+", choices=COMPRESSORS, default=list(COMPRESSORS))
+    parser.add_argument("--density", type=float, default=0.003, help="share of values that is sent")
+    parser.add_argument("--groups", type=int, default=1, help="groups of tensors; 0: no groups")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--json", help="also write the rows to this file")
+    args = parser.parse_args()
+
+    hvd.init()
+    threads = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
+    shapes = SETS[args.set]()
+    rng = np.random.default_rng(hvd.rank())
+    # With error feedback an element of independent gradients is a random walk, sent when it has
+    # left (-T, T): after (T / sigma)**2 steps on average.
+    sigma = np.float32(2.0**-9 * args.density**0.5)
+
+    def gradients():
+        return [tf.constant(rng.standard_normal(s, np.float32) * sigma) for s in shapes]
+
+    def make(compressor):
+        @tf.function
+        def reduce(tensors):
+            if not args.groups:
+                return [hvd.allreduce(t, compression=compressor, op=hvd.Average) for t in tensors]
+            size = -(-len(tensors) // args.groups)
+            return [
+                reduced
+                for i in range(0, len(tensors), size)
+                for reduced in hvd.grouped_allreduce(
+                    tensors[i : i + size], compression=compressor, op=hvd.Average
+                )
+            ]
+
+        return reduce
+
+    compressors = {name: COMPRESSORS[name]() for name in args.compressors}
+    reducers = {name: make(compressor) for name, compressor in compressors.items()}
+    times = {name: [] for name in reducers}
+    for step in range(-args.warmup, args.steps):
+        for name, reduce in reducers.items():
+            tensors = gradients()
+            hvd.allreduce(tf.zeros(1), name="barrier")
+            begun = time.perf_counter()
+            reduce(tensors)
+            elapsed = time.perf_counter() - begun
+            slowest = float(hvd.allreduce(tf.constant(elapsed), op=hvd.Max, name="slowest"))
+            if step >= 0:
+                times[name].append(slowest)
+            if step == -args.warmup and hasattr(compressors[name], "residuals"):
+                settle(compressors[name], rng)
+                compressors[name].stats.reset()
+
+    dense = sum(4 * int(np.prod(s)) for s in shapes)
+    rows = []
+    for name, seconds in times.items():
+        stats = getattr(compressors[name], "stats", None)
+        sent = stats.bytes_sent / stats.steps if stats else dense / (2 if name == "fp16" else 1)
+        rows.append(
+            {
+                "set": args.set,
+                "ranks": hvd.size(),
+                "groups": args.groups,
+                "compressor": name,
+                "milliseconds": 1e3 * statistics.median(seconds),
+                "spread": [1e3 * min(seconds), 1e3 * max(seconds)],
+                "bytes": sent,
+                "density": stats.density if stats else 1.0,
+                "faster_than": {
+                    other: statistics.median(o / s for o, s in zip(times[other], seconds))
+                    for other in ("none", "fp16")
+                    if other in times
+                },
+            }
+        )
+    if hvd.rank() == 0:
+        print(
+            f"set {args.set}: {len(shapes)} tensors, {dense / 4e6:.2f} M values, {hvd.size()} ranks, "
+            f"groups {args.groups}"
+        )
+        print("compressor    ms/step  (min - max)           MB/step   density   faster than none, fp16")
+        for row in rows:
+            faster = "".join(f"{v:9.2f}" for v in row["faster_than"].values())
+            print(
+                f"{row['compressor']:10} {row['milliseconds']:10.2f}  "
+                f"({row['spread'][0]:.2f} - {row['spread'][1]:.2f})".ljust(46)
+                + f"{row['bytes'] / 1e6:8.3f}  {row['density']:8.3%} {faster}",
+                flush=True,
+            )
+        if args.json:
+            with open(args.json, "w") as file:
+                json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
