@@ -21,19 +21,18 @@ from pathlib import Path
 
 import numpy as np
 
+
 # Name in the picture -> the recipe's options, and colour. Neutral for the ones to compare
 # with, one hue per codec, darker for what sends less.
 RUNS = {
     "none": (["--compression", "none"], "#8a8f98"),
     "fp16": (["--compression", "fp16"], "#3f4650"),
-    "twobit": (["--compression", "twobit"], "#d9852b"),
+    "twobit 0.01": (["--compression", "twobit", "--twobit-threshold", "0.01"], "#d9852b"),
     "ternary": (["--compression", "ternary"], "#2f9e6e"),
     "fec -9": (["--compression", "fec", "--threshold", "-9"], "#86a8ee"),
     "fec -7": (["--compression", "fec", "--threshold", "-7"], "#2f6bde"),
     "fec -5": (["--compression", "fec", "--threshold", "-5"], "#14337a"),
 }
-GATHERED = ("fec",)  # every rank's payload goes to all; sums travel round a ring
-
 INK, FAINT, PAPER = "#1c2128", "#d9dde3", "#ffffff"
 HERE = Path(__file__).resolve().parent
 
@@ -77,21 +76,29 @@ def measure(args, name, seed):
     return result
 
 
-def wire_factor(name, ranks):
+def wire_factor(name, ranks, dense_bytes):
     """Bytes that a rank sends to the network for each byte it gives away.
 
     A ring allreduce moves 2 (n - 1) / n times its input through each rank, a
-    gather of all payloads n - 1 times one.
+    gather of all payloads n - 1 times one. In two shots a rank gives away a
+    payload and the n-th part of one, of which it keeps a part and passes the
+    other on n - 1 times.
     """
-    if name.split()[0] in GATHERED:
-        return ranks - 1
-    return 2 * (ranks - 1) / ranks
+    if not name.startswith("fec"):
+        return 2 * (ranks - 1) / ranks
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from hvd_fec.exchange import two_shot_pays  # brings TensorFlow along
+
+    if two_shot_pays(ranks, dense_bytes):
+        return 2 * (ranks - 1) / (ranks + 1)
+    return ranks - 1
 
 
 def modelled_seconds(name, result, mbits):
     """Seconds per step: as measured here, and on the wire on top of that."""
     steps = result["steps"] - result["first_step"]
-    sent = 1e6 * result["mb_sent"] / steps * wire_factor(name, result["ranks"])
+    sent, dense = (1e6 * result[key] / steps for key in ("mb_sent", "mb_dense"))
+    sent *= wire_factor(name, result["ranks"], dense)
     return result["step_ms"] / 1e3 + 8 * sent / (1e6 * mbits)
 
 
@@ -154,7 +161,7 @@ def draw(args, measured):
     rows = [summarize(name, results, args.mbits) for name, results in measured.items()]
     first = next(iter(measured.values()))[0]
     # In inches, from the top: title and legend, curves, bars, table, a line of notes.
-    width, left, right, gap = 10.0, 0.85, 0.25, 0.75
+    width, left, right, gap = 10.0, 1.0, 0.25, 0.75
     heights = {"head": 1.5, "curves": 3.0, "bars": 0.31 * len(rows), "table": 0.3 * (len(rows) + 1)}
     below = {"head": 0.0, "curves": 1.1, "bars": 0.35, "table": 0.5}
     height = sum(heights.values()) + sum(below.values())
@@ -240,8 +247,8 @@ def draw(args, measured):
     figure.text(
         x,
         0.2 / height,
-        f"Time = median step over loopback + counted bytes / {speed}; gathered bytes count n−1 "
-        f"times, bytes summed in a ring 2(n−1)/n times.{spread}",
+        "Time = median step measured over loopback + counted bytes × hops of the collective / "
+        f"{speed}.{spread}",
         fontsize=8.5,
         va="center",
         color="#57606a",
@@ -351,10 +358,10 @@ def main():
     if not measured:
         parser.error("nothing has been measured")
     rows = draw(args, measured)
-    print(f"{'':10} accuracy  spread     loss    MB sent   ratio  step ms  modelled ms")
+    print(f"{'':11} accuracy  spread     loss    MB sent   ratio  step ms  modelled ms")
     for row in rows:
         print(
-            f"{row['name']:10} {row['accuracy']:8.4f}  {row['spread']:6.4f}  {row['loss']:7.4f} "
+            f"{row['name']:11} {row['accuracy']:8.4f}  {row['spread']:6.4f}  {row['loss']:7.4f} "
             f"{row['mb']:10.1f} {row['ratio']:7.1f} {row['step_ms']:8.1f} "
             f"{row['modelled_ms']:12.1f}"
         )
