@@ -177,6 +177,11 @@ class FEC(_BatchCompressor):
         min_size: tensors of fewer elements go through Horovod uncompressed, as do integer tensors
             and tensors whose size is not known when the graph is built.
         process_set: exchange in this process set; by default in the one that Horovod reduces in.
+        exchange: ``"allgather"`` sends every payload to every rank: exact, and each rank receives
+            as many payloads as there are ranks. ``"twoshot"`` has each rank average one slice of
+            every tensor and pass the average on, compressed once more with a residual of its own:
+            less than two payloads per rank for any number of ranks. ``"auto"`` chooses by
+            :func:`hvd_fec.exchange.two_shot_pays`.
 
     Raises:
         ValueError: an argument is out of range; in use, an op other than Sum or Average, or a
@@ -189,9 +194,15 @@ class FEC(_BatchCompressor):
         error_feedback: bool = True,
         min_size: int = 1024,
         process_set=None,
+        exchange: str = "auto",
     ):
+        if exchange not in ("auto", "allgather", "twoshot"):
+            raise ValueError(
+                f"exchange must be 'auto', 'allgather' or 'twoshot', not {exchange!r}"
+            )
         super().__init__(error_feedback, min_size, process_set)
         self._codec = FecCodec(threshold)
+        self.exchange = exchange
 
     @property
     def threshold(self) -> int:
@@ -204,9 +215,16 @@ class FEC(_BatchCompressor):
             "threshold": self.threshold,
             "error_feedback": self.error_feedback,
             "min_size": self.min_size,
+            "exchange": self.exchange,
         }
 
     def _build(self, ex):
+        ranks = ex.process_set.size() if ex.process_set.included() else 1
+        if self.exchange == "twoshot" or (
+            self.exchange == "auto" and exchange.two_shot_pays(ranks, 4 * sum(ex.sizes))
+        ):
+            return self._build_two_shot(ex)
+
         def encode(names, *arrays):
             frame, kept = self._encode(names, arrays, ex.probe)
             self._count(names, arrays, frame.nbytes + ex.token_bytes, kept)
@@ -220,20 +238,72 @@ class FEC(_BatchCompressor):
         gathered = exchange.gather(frame, ex.name, ex.process_set)
         return ex.on_host(decode, [gathered, ex.token], ex.dtypes)
 
-    def _encode(self, names, arrays, probe) -> Tuple[np.ndarray, int]:
-        """This rank's frame, and how many values it keeps."""
+    def _build_two_shot(self, ex):
+        def scatter(names, *arrays):
+            ranks = ex.process_set.size()
+            flat = [array.reshape(-1) for array in arrays]
+            finite = [self._codec.is_finite(array) for array in flat]
+            frames, kept = [], 0
+            for rank in range(ranks):
+                frame, n = self._encode(
+                    names, flat, ex.probe, [exchange.part(a.size, rank, ranks) for a in flat], finite
+                )
+                frames.append(frame)
+                kept += n
+            sent = sum(frame.nbytes for frame in frames)
+            self._count(names, arrays, sent + ex.token_bytes, kept)
+            return np.concatenate(frames), np.array([f.size for f in frames], np.int32)
+
+        def average(names, received):
+            rank, ranks = ex.process_set.rank(), ex.process_set.size()
+            try:
+                frames = wire.split_frames(received)
+                parts = [exchange.part(size, rank, ranks) for size in ex.sizes]
+                means = exchange.add_frames(
+                    frames, [p.stop - p.start for p in parts], self._codec.decode_add, 1 / ranks
+                )
+            except Exception as error:  # as in _encode
+                return wire.pack_error(str(error))
+            names = [name and f"{name}, mean" for name in names]
+            frame, _ = self._encode(names, means, ex.probe)
+            self._stats.add_sent(frame.nbytes)
+            return frame
+
+        def decode(names, gathered, token):
+            frames = wire.split_frames(gathered)
+            factor = exchange.factor_of(token, exchange.mean_probe(frames), 1)
+            results = exchange.fresh_zeros(ex.sizes)
+            for rank, frame in enumerate(frames):
+                parts = [out[exchange.part(out.size, rank, len(frames))] for out in results]
+                exchange.check_frame(rank, frame, [part.size for part in parts])
+                for payload, part in zip(frame.payloads, parts):
+                    self._codec.decode_add(payload, part, factor)
+            return ex.cast(results)
+
+        frames, splits = ex.on_host(scatter, ex.tensors, [tf.uint8, tf.int32])
+        frames, splits = tf.ensure_shape(frames, [None]), tf.ensure_shape(splits, [None])
+        received = exchange.scatter(frames, splits, f"{ex.name}_scatter", ex.process_set)
+        frame = tf.ensure_shape(ex.on_host(average, [received], tf.uint8), [None])
+        gathered = exchange.gather(frame, f"{ex.name}_gather", ex.process_set)
+        return ex.on_host(decode, [gathered, ex.token], ex.dtypes)
+
+    def _encode(self, names, arrays, probe, parts=None, finite=None) -> Tuple[np.ndarray, int]:
+        """This rank's frame, and how many values it keeps: of ``arrays``, or of ``parts`` of them,
+        where ``finite`` says whether the whole array is."""
+        parts = parts or [slice(None)] * len(arrays)
+        finite = finite or [True] * len(arrays)
         try:
-            payloads = [self._encode_one(name, array) for name, array in zip(names, arrays)]
+            payloads = [self._encode_one(*a) for a in zip(names, arrays, parts, finite)]
         except Exception as error:  # every rank must hear of it, or they wait here forever
             return wire.pack_error(f"{type(error).__name__}: {error}"), 0
         kept = sum(wire.read_header(payload).kept for payload in payloads)
         return wire.pack_frame(probe, payloads), kept
 
-    def _encode_one(self, name, array) -> np.ndarray:
-        if not self.error_feedback or name is None:
-            return self._codec.encode(array)
+    def _encode_one(self, name, array, part, finite) -> np.ndarray:
+        if not self.error_feedback or name is None or not finite:
+            return self._codec.encode(array.reshape(-1)[part])
         with self.residuals.use(name, array.size) as residual:
-            return self._codec.encode(array, residual)
+            return self._codec.encode(array.reshape(-1)[part], residual[part])
 
 
 class _SumCompressor(_BatchCompressor):

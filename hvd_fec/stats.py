@@ -36,6 +36,11 @@ class Stats:
             self._elements += elements
             self._kept += kept
 
+    def add_sent(self, nbytes: int) -> None:
+        """Count bytes of a further round of an exchange."""
+        with self._lock:
+            self._sent += nbytes
+
     def bypass(self, key: Hashable, nbytes: int) -> None:
         """Note a tensor that goes through uncompressed in every step."""
         with self._lock:

@@ -67,17 +67,21 @@ def read_header(data: np.ndarray) -> Header:
         PayloadError: the bytes are not a header, or ``data`` ends before the payload does.
     """
     if data.size < HEADER.size:
-        raise PayloadError(f"payload of {data.size} bytes is shorter than its {HEADER.size} byte header")
-    magic, version, codec, dtype, flags, parameter, count, kept, *sections = HEADER.unpack_from(data)
+        raise PayloadError(
+            f"payload of {data.size} bytes is shorter than its {HEADER.size} byte header"
+        )
+    fields = HEADER.unpack_from(data)
+    magic, version, codec, dtype, flags, parameter, count, kept, *sections = fields
     if magic != MAGIC:
-        raise PayloadError(f"payload starts with {magic!r}, not {MAGIC!r}")
+        raise PayloadError(f"payload of {data.size} bytes starts with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
         raise PayloadError(
             f"payload has format version {version}, this hvd_fec reads version {VERSION}: "
             "install the same hvd_fec on every rank"
         )
     if bytes(data[10:16]) != bytes(6):
-        raise PayloadError(f"reserved header bytes are {bytes(data[10:16]).hex()}, not zero")
+        reserved = bytes(data[10:16]).hex()
+        raise PayloadError(f"header bytes 10 to 15 are reserved and {reserved}, not zero")
     if dtype not in DTYPE_NAMES:
         raise PayloadError(f"payload has dtype code {dtype}, known are {sorted(DTYPE_NAMES)}")
     if kept > count:

@@ -102,8 +102,8 @@ static TARGET int NAME(unpack_runs)(const uint8_t *in, size_t in_len, uint8_t *p
  * value[], its index plus `base` to position[]; r becomes v - decoded. Returns the list's length.
  * The list must have room for n and one vector more. */
 static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, size_t n, int bias,
-                                  uint32_t base, uint32_t *restrict value,
-                                  uint16_t *restrict position)
+                                  int32_t base, uint32_t *restrict value,
+                                  int32_t *restrict position)
 {
     const uint32_t lowest = (uint32_t)(bias + 1) << 23;  /* bits of the smallest kept magnitude */
     const uint32_t top = (uint32_t)(bias + 15) << 23 | FEC_MANTISSA; /* what code 15 decodes to */
@@ -114,7 +114,7 @@ static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, si
     const __m512i mantissa = _mm512_set1_epi32(FEC_MANTISSA);
     const __m512i largest = _mm512_set1_epi32(0x7f7fffff);
     const __m512i vlowest = _mm512_set1_epi32((int)lowest), vtop = _mm512_set1_epi32((int)top);
-    __m512i at = _mm512_add_epi32(_mm512_set1_epi32((int)base),
+    __m512i at = _mm512_add_epi32(_mm512_set1_epi32(base),
                                   _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,
                                                     14, 15));
     for (; i + 16 <= n; i += 16) {
@@ -132,8 +132,7 @@ static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, si
             _mm512_storeu_ps(r + i, _mm512_mask_sub_ps(sum, keep, sum, _mm512_castsi512_ps(d)));
         }
         _mm512_storeu_si512(value + k, _mm512_maskz_compress_epi32(keep, v));
-        _mm256_storeu_si256((__m256i *)(position + k),
-                            _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(keep, at)));
+        _mm512_storeu_si512(position + k, _mm512_maskz_compress_epi32(keep, at));
         k += (size_t)__builtin_popcount(keep);
         at = _mm512_add_epi32(at, _mm512_set1_epi32(16));
     }
@@ -160,9 +159,8 @@ static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, si
         }
         __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)&compress8[mask]));
         _mm256_storeu_si256((__m256i *)(value + k), _mm256_permutevar8x32_epi32(v, order));
-        _mm_storeu_si128((__m128i *)(position + k),
-                         _mm_add_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)&compress8[mask])),
-                                       _mm_set1_epi16((short)(base + i))));
+        _mm256_storeu_si256((__m256i *)(position + k),
+                            _mm256_add_epi32(order, _mm256_set1_epi32(base + (int32_t)i)));
         k += (size_t)__builtin_popcount(mask);
     }
 #endif
@@ -177,7 +175,7 @@ static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, si
             r[i] = float_of(a | sign) - float_of(keep ? d : 0);
         }
         value[k] = a | sign;
-        position[k] = (uint16_t)(base + i);
+        position[k] = base + (int32_t)i;
         k += keep;
     }
     return k;
@@ -204,27 +202,64 @@ static TARGET void NAME(signs_of)(const uint32_t *value, size_t k, uint8_t *sign
     if (k & 7) signs[k / 8] &= (uint8_t)((1u << (k & 7)) - 1);
 }
 
-/* Zero-run stream of the code plane, straight from the list. Returns its length, or plane_len when
- * it would not be shorter. */
-static TARGET size_t NAME(code_stream)(const uint8_t *code, const uint16_t *position, size_t k,
-                                       uint8_t *out, size_t plane_len)
+/* Tokens of the list's entries i..k-1, appended to `out`, which has `used` bytes. An entry that
+ * completes the byte of the one before it has been written with that. */
+static TARGET size_t NAME(code_tokens)(const uint8_t *code, const int32_t *position, size_t i,
+                                       size_t k, uint8_t *out, size_t used, size_t plane_len)
 {
-    size_t used = 0, next = 0; /* next: first byte of the plane not yet written */
-    for (size_t i = 0; i < k; i++) {
-        size_t at = position[i] >> 1, run = at - next;
+    for (; i < k; i++) {
+        int32_t at = position[i] >> 1, before = position[(ptrdiff_t)i - 1] >> 1;
+        if (at == before) continue;
+        size_t run = (size_t)(at - before - 1);
         unsigned byte = (unsigned)code[i] << (4 * (position[i] & 1));
-        if (i + 1 < k && position[i + 1] >> 1 == (int)at) byte |= (unsigned)code[++i] << 4;
+        if (position[i + 1] >> 1 == at) byte |= (unsigned)code[i + 1] << 4;
         if (used + run / 255 + 2 >= plane_len) return plane_len;
-        while (run >= 255) {
-            out[used++] = 255;
-            run -= 255;
-        }
+        for (; run >= 255; run -= 255) out[used++] = 255;
         out[used] = (uint8_t)run;
         out[used + 1] = (uint8_t)byte;
         used += 2;
-        next = at + 1;
     }
     return used;
+}
+
+/* Zero-run stream of the code plane, straight from the list. Returns its length, or plane_len when
+ * it would not be shorter. `code` and `position` have one entry before the first and one vector
+ * after the last (see fec_encode_chunk); `out` has room for plane_len bytes and one vector. */
+static TARGET size_t NAME(code_stream)(const uint8_t *code, const int32_t *position, size_t k,
+                                       uint8_t *out, size_t plane_len)
+{
+    size_t used = 0, i = 0;
+#ifdef VECTOR512
+    /* Sixteen entries at a time: a byte of the plane starts where an entry's byte differs from the
+     * one before, and takes in the next entry if that is the same byte's other nibble. */
+    const __m512i one = _mm512_set1_epi32(1);
+    while (i + 16 <= k && used + 32 < plane_len) {
+        __m512i p = _mm512_loadu_si512(position + i);
+        __m512i after = _mm512_loadu_si512(position + i + 1);
+        __m512i at = _mm512_srai_epi32(p, 1);
+        __m512i before = _mm512_srai_epi32(_mm512_loadu_si512(position + i - 1), 1);
+        __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(code + i)));
+        __m512i c2 = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(code + i + 1)));
+        __mmask16 first = _mm512_cmpneq_epi32_mask(at, before);
+        __mmask16 pair = _mm512_cmpeq_epi32_mask(_mm512_srai_epi32(after, 1), at);
+        __m512i run = _mm512_sub_epi32(_mm512_sub_epi32(at, before), one);
+        if (_mm512_mask_cmpge_epi32_mask(first, run, _mm512_set1_epi32(255))) {
+            size_t end = i + 16;
+            used = NAME(code_tokens)(code, position, i, end, out, used, plane_len);
+            if (used == plane_len) return plane_len;
+            i = end;
+            continue;
+        }
+        __m512i byte = _mm512_sllv_epi32(c, _mm512_slli_epi32(_mm512_and_si512(p, one), 2));
+        byte = _mm512_mask_or_epi32(byte, pair, byte, _mm512_slli_epi32(c2, 4));
+        __m512i token = _mm512_or_si512(run, _mm512_slli_epi32(byte, 8));
+        token = _mm512_maskz_compress_epi32(first, token);
+        _mm256_storeu_si256((__m256i *)(out + used), _mm512_cvtepi32_epi16(token));
+        used += 2 * (size_t)__builtin_popcount(first);
+        i += 16;
+    }
+#endif
+    return NAME(code_tokens)(code, position, i, k, out, used, plane_len);
 }
 
 /* One chunk. The lengths of its two streams go to lengths[0..1]; returns the number kept. */
@@ -233,8 +268,8 @@ static TARGET uint64_t NAME(fec_encode_chunk)(const void *x, int dtype, size_t s
                                               uint16_t *lengths)
 {
     uint32_t value[FEC_CHUNK + 16];
-    uint16_t position[FEC_CHUNK + 16];
-    uint8_t code[FEC_CHUNK], signs[FEC_CHUNK / 8];
+    int32_t positions[FEC_CHUNK + 33], *position = positions + 1;
+    uint8_t code[FEC_CHUNK + 32], signs[FEC_CHUNK / 8], stream[FEC_CHUNK / 2 + 32];
     float block[FEC_BLOCK];
     size_t k = 0;
 
@@ -244,7 +279,7 @@ static TARGET uint64_t NAME(fec_encode_chunk)(const void *x, int dtype, size_t s
         for (size_t at = 0; at < n; at += FEC_BLOCK) {
             size_t len = n - at < FEC_BLOCK ? n - at : FEC_BLOCK;
             NAME(to_float)(x, dtype, start + at, len, block);
-            k += NAME(select)(block, r ? r + start + at : NULL, len, bias, (uint32_t)at, value + k,
+            k += NAME(select)(block, r ? r + start + at : NULL, len, bias, (int32_t)at, value + k,
                               position + k);
         }
     }
@@ -253,12 +288,15 @@ static TARGET uint64_t NAME(fec_encode_chunk)(const void *x, int dtype, size_t s
     NAME(signs_of)(value, k, signs);
 
     const size_t plane_len = (n + 1) / 2, sign_len = (k + 7) / 8;
-    size_t used = NAME(code_stream)(code, position, k, out, plane_len);
+    position[-1] = -1;           /* byte -1 of the plane: the first run counts from there */
+    position[k] = 2 * FEC_CHUNK; /* no nibble of the last byte */
+    size_t used = NAME(code_stream)(code, position, k, stream, plane_len);
     if (used == plane_len) {
-        memset(out, 0, plane_len);
+        memset(stream, 0, plane_len);
         for (size_t i = 0; i < k; i++)
-            out[position[i] >> 1] |= (uint8_t)(code[i] << (4 * (position[i] & 1)));
+            stream[position[i] >> 1] |= (uint8_t)(code[i] << (4 * (position[i] & 1)));
     }
+    memcpy(out, stream, used);
     size_t packed = NAME(pack_runs)(signs, sign_len, signs_out);
     if (packed == sign_len) memcpy(signs_out, signs, sign_len);
     lengths[0] = (uint16_t)used;
@@ -287,6 +325,25 @@ static TARGET fec_sizes NAME(fec_encode)(const void *x, int dtype, float *residu
 
 static TARGET unsigned NAME(nibbles_set)(uint8_t b) { return ((b & 15) != 0) + ((b >> 4) != 0); }
 
+/* Whether a code stream is nothing but pairs of a run below 255 and a literal, all within the first
+ * `room` bytes of the plane: then *kept is what it keeps. Without branches, so that it is fast. */
+static TARGET int NAME(pairs_in)(const uint8_t *codes, size_t codes_len, size_t room, size_t *kept)
+{
+    uint32_t bytes = 0, bad = codes_len & 1, nibbles = 0;
+    for (size_t i = 0; i < codes_len / 2; i++) {
+        uint16_t token;
+        memcpy(&token, codes + 2 * i, 2);
+        bytes += (token & 255) + 1u;
+        bad += (token & 255) == 255;
+        bad += token < 256;
+        nibbles += (token & 0x0f00) != 0;
+        nibbles += (token & 0xf000) != 0;
+    }
+    if (bad || bytes > room) return 0;
+    *kept = nibbles;
+    return 1;
+}
+
 /* Checks one chunk and counts what it keeps. */
 static TARGET int NAME(fec_check_chunk)(const uint8_t *codes, size_t codes_len,
                                         const uint8_t *signs, size_t signs_len, size_t n,
@@ -298,6 +355,8 @@ static TARGET int NAME(fec_check_chunk)(const uint8_t *codes, size_t codes_len,
     if (codes_len == plane_len) {
         for (size_t i = 0; i < plane_len; i++) k += NAME(nibbles_set)(codes[i]);
         if ((n & 1) && codes[plane_len - 1] >> 4) return FEC_CODES_PADDING;
+    } else if (NAME(pairs_in)(codes, codes_len, plane_len - (n & 1), &k)) {
+        /* the common case, and sound */
     } else {
         size_t at = 0, i = 0;
         while (i < codes_len) {
@@ -360,34 +419,34 @@ static TARGET int NAME(fec_check)(const uint8_t *codes, size_t codes_len, const 
     return codes_len || signs_len ? FEC_LENGTHS : FEC_OK;
 }
 
-/* Positions and codes of a checked chunk's kept values, in order; returns their number. Both lists
- * need room for n and one entry more. */
+/* The kept values of a checked chunk, in order: position in the low half of an entry, code in the
+ * high half. Asks for their places in `out` meanwhile: in a sparse tensor these are too far apart
+ * for the hardware to guess. Returns their number; the list needs room for n and one entry more. */
 static TARGET size_t NAME(kept_of)(const uint8_t *codes, size_t codes_len, size_t n,
-                                   uint16_t *restrict position, uint8_t *restrict code)
+                                   const float *out, uint32_t *restrict entry)
 {
     size_t k = 0;
     if (codes_len == (n + 1) / 2) {
         for (size_t i = 0; i < n; i++) {
-            position[k] = (uint16_t)i;
-            code[k] = (codes[i / 2] >> (4 * (i & 1))) & 15;
-            k += code[k] != 0;
+            uint32_t code = (codes[i / 2] >> (4 * (i & 1))) & 15;
+            entry[k] = (uint32_t)i | code << 16;
+            k += code != 0;
         }
         return k;
     }
-    size_t at = 0;
+    uint32_t at = 0;
     for (size_t i = 0; i < codes_len;) {
         unsigned run = codes[i++];
-        at += run;
+        at += 2 * run;
         if (run == 255) continue;
         unsigned lo = codes[i] & 15, hi = codes[i] >> 4;
         i++;
+        __builtin_prefetch(out + at, 1, 2);
         /* both entries are written, the second counts only if both nibbles are set: no branch */
-        position[k] = (uint16_t)(2 * at + (lo == 0));
-        code[k] = (uint8_t)(lo ? lo : hi);
-        position[k + 1] = (uint16_t)(2 * at + 1);
-        code[k + 1] = (uint8_t)hi;
+        entry[k] = lo ? at | lo << 16 : (at + 1) | hi << 16;
+        entry[k + 1] = (at + 1) | hi << 16;
         k += 1 + ((lo != 0) & (hi != 0));
-        at++;
+        at += 2;
     }
     return k;
 }
@@ -397,21 +456,17 @@ static TARGET void NAME(fec_decode_chunk)(const uint8_t *codes, size_t codes_len
                                           const uint8_t *signs, size_t signs_len, size_t n,
                                           const float *lut, float *out)
 {
-    enum { AHEAD = 32 };
-    uint16_t position[FEC_CHUNK + AHEAD];
-    uint8_t code[FEC_CHUNK + 1], expanded[FEC_CHUNK / 8];
-    const size_t k = NAME(kept_of)(codes, codes_len, n, position, code);
+    uint32_t entry[FEC_CHUNK + 1];
+    uint8_t expanded[FEC_CHUNK / 8];
+    const size_t k = NAME(kept_of)(codes, codes_len, n, out, entry);
 
     if (signs_len < (k + 7) / 8) {
         NAME(unpack_runs)(signs, signs_len, expanded, (k + 7) / 8);
         signs = expanded;
     }
-    memset(position + k, 0, AHEAD * sizeof *position);
     for (size_t i = 0; i < k; i++) {
-        /* the lines of a sparse tensor are too far apart for the hardware to guess */
-        __builtin_prefetch(out + position[i + AHEAD], 1);
         unsigned sign = (signs[i >> 3] >> (i & 7)) & 1;
-        out[position[i]] += lut[sign << 4 | code[i]];
+        out[entry[i] & 0xffff] += lut[sign << 4 | entry[i] >> 16];
     }
 }
 

@@ -28,7 +28,7 @@ def _to_float(x, dtype):
     if dtype == 3:
         return x.view(np.float32)
     if dtype == 4:
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             return x.view(np.float64).astype(np.float32)
     raise ValueError(f"unknown dtype code {dtype}")
 
@@ -86,9 +86,9 @@ def _quantise(x, residual, threshold):
     magnitude = np.minimum(bits & np.uint32(0x7FFFFFFF), np.uint32(0x7F7FFFFF))
     code = np.clip((magnitude >> 23).astype(np.int32) - bias, 0, 15)
     if residual is not None:
-        decoded = ((code + bias).astype(np.uint32) << 23) | np.uint32(MANTISSA)
+        decoded = (code + bias).astype(np.uint32) << 23 | np.uint32(MANTISSA) | sign
         decoded[code == 0] = 0
-        np.subtract((magnitude | sign).view(np.float32), (decoded | sign).view(np.float32), residual)
+        np.subtract((magnitude | sign).view(np.float32), decoded.view(np.float32), residual)
     return (code | np.where(code > 0, sign >> 27, 0)).astype(np.uint8)
 
 
@@ -101,7 +101,7 @@ def fec_encode(x, dtype, residual, threshold, codes, signs, table):
     code_bytes = sign_bytes = kept = 0
     for chunk, start in enumerate(range(0, x.size, CHUNK)):
         part = slice(start, start + CHUNK)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             quantised = _quantise(
                 x[part], None if residual is None else residual[part], threshold
             )
@@ -178,7 +178,8 @@ def fec_check(codes, signs, table, n):
 def values(threshold, scale):
     """float32[32]: scale times the value of code c at [c], negated at [16 + c]."""
     exponents = (threshold + 126 + np.arange(16, dtype=np.int64)).astype(np.uint32)
-    positive = (exponents << 23 | np.uint32(MANTISSA)).view(np.float32) * np.float32(scale)
+    with np.errstate(over="ignore"):
+        positive = (exponents << 23 | np.uint32(MANTISSA)).view(np.float32) * np.float32(scale)
     positive[0] = 0
     return np.concatenate([positive, -positive])
 
@@ -187,7 +188,8 @@ def fec_decode_add(codes, signs, table, threshold, scale, out):
     lut = values(threshold, scale)
     for _, start, _, nibbles, bits in _chunks(codes, signs, table, out.size):
         at = np.flatnonzero(nibbles)
-        out[start + at] += lut[nibbles[at] | bits << 4]
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[start + at] += lut[nibbles[at] | bits << 4]
 
 
 # ---- ternary ------------------------------------------------------------------------------------

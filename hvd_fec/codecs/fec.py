@@ -6,6 +6,7 @@ exponent code in planes of their own, and runs of zeros are squeezed out of both
 """
 
 from functools import partial
+from numbers import Real
 from typing import List, Optional, Tuple
 
 import numpy as np
@@ -49,7 +50,8 @@ class FecCodec:
     """
 
     def __init__(self, threshold: int = -9):
-        if isinstance(threshold, bool) or int(threshold) != threshold:
+        number = isinstance(threshold, Real) and not isinstance(threshold, bool)
+        if not number or not float(threshold).is_integer():
             raise ValueError(f"threshold must be an integer, not {threshold!r}")
         if not -126 <= threshold <= 113:
             raise ValueError(
@@ -83,30 +85,23 @@ class FecCodec:
             TypeError: another dtype.
             ValueError: a residual of another size, dtype or layout, or sharing memory with ``x``.
         """
-        x = np.asarray(x)
-        if x.dtype.name not in wire.DTYPES or not x.dtype.isnative:
-            raise TypeError(f"FEC encodes {', '.join(wire.DTYPES)}, not {x.dtype}")
-        dtype = wire.DTYPES[x.dtype.name]
-        raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        x, dtype, raw = _gradient(x)
         if residual is not None:
             residual = _checked("residual", residual, x.size)
             if np.may_share_memory(residual, x):
                 raise ValueError("x and residual share memory")
-        finite = all(
-            threads.run(
-                [
-                    partial(kernels.all_finite, raw[a * x.itemsize : b * x.itemsize], dtype)
-                    for a, b in _ranges(x.size)
-                ]
-            )
-        )
-        if finite:
+        if _finite(raw, dtype, x.itemsize):
             return self._encode(raw, dtype, x.itemsize, residual)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             values = x.reshape(-1).astype(np.float32)
         bad = ~np.isfinite(values)
         values[bad] = 0
         return self._encode(values.view(np.uint8), dtype, 4, None, bad)
+
+    def is_finite(self, x) -> bool:
+        """Whether all elements of ``x``, as for :meth:`encode`, are finite and fit float32."""
+        x, dtype, raw = _gradient(x)
+        return _finite(raw, dtype, x.itemsize)
 
     def _encode(self, raw, dtype, itemsize, residual, bad=None) -> np.ndarray:
         n = raw.size // itemsize
@@ -182,24 +177,30 @@ class FecCodec:
             ValueError: ``out`` does not fit the payload.
         """
         sections = _Sections(payload)
-        sections.add_to(_checked("out", out, sections.header.count), scale)
+        out = _checked("out", out, sections.header.count)
+        if np.may_share_memory(out, sections.data):
+            raise ValueError("payload and out share memory")
+        sections.add_to(out, scale)
 
 
 class _Sections:
     """The parts of a payload, proven sound before anything is done with them."""
 
     def __init__(self, payload):
-        data = wire.as_bytes(payload)
+        self.data = data = wire.as_bytes(payload)
         self.header = header = wire.read_header(data)
         if header.codec != CODEC:
             raise PayloadError(f"payload has codec {header.codec}, FEC is {CODEC}")
         if header.nbytes != data.size:
-            raise PayloadError(f"payload of {header.nbytes} bytes, followed by {data.size - header.nbytes}")
+            raise PayloadError(
+                f"payload of {header.nbytes} bytes, followed by {data.size - header.nbytes}"
+            )
         if not -126 <= header.parameter <= 113:
             raise PayloadError(f"payload has threshold {header.parameter}, outside -126..113")
         if header.flags != (wire.NONFINITE if header.sections[2] else 0):
             raise PayloadError(
-                f"payload has flags {header.flags} and a non-finite plane of {header.sections[2]} bytes"
+                f"payload has flags {header.flags} and a non-finite plane of "
+                f"{header.sections[2]} bytes"
             )
         n_chunks = -(-header.count // CHUNK)
         table_bytes = 4 * n_chunks
@@ -230,7 +231,9 @@ class _Sections:
         )
         for (a, *_), (status, chunk, _) in zip(self.ranges, checks):
             if status:
-                raise PayloadError(f"chunk {a // CHUNK + chunk} of {n_chunks} has {_FAULTS[status]}")
+                raise PayloadError(
+                    f"chunk {a // CHUNK + chunk} of {n_chunks} has {_FAULTS[status]}"
+                )
         kept = sum(check[2] for check in checks)
         if kept != header.kept:
             raise PayloadError(f"payload claims {header.kept} kept values and holds {kept}")
@@ -261,6 +264,23 @@ class _Sections:
             out[self.nonfinite] = np.nan
 
 
+def _gradient(x) -> Tuple[np.ndarray, int, np.ndarray]:
+    """``x`` as an array, its dtype's code, and its elements as bytes."""
+    x = np.asarray(x)
+    if x.dtype.name not in wire.DTYPES or not x.dtype.isnative:
+        raise TypeError(f"FEC encodes {', '.join(wire.DTYPES)}, not {x.dtype}")
+    raw = np.require(x, requirements=["C", "A"]).reshape(-1).view(np.uint8)
+    return x, wire.DTYPES[x.dtype.name], raw
+
+
+def _finite(raw: np.ndarray, dtype: int, itemsize: int) -> bool:
+    calls = [
+        partial(kernels.all_finite, raw[a * itemsize : b * itemsize], dtype)
+        for a, b in _ranges(raw.size // itemsize)
+    ]
+    return all(threads.run(calls))
+
+
 def _ranges(n: int) -> List[Tuple[int, int]]:
     """Cut n elements into one range per thread, at chunk boundaries."""
     n_chunks = -(-n // CHUNK)
@@ -272,9 +292,10 @@ def _ranges(n: int) -> List[Tuple[int, int]]:
 def _checked(name: str, array: np.ndarray, size: int) -> np.ndarray:
     """``array`` flat, if it is a writeable C-contiguous float32 array of ``size`` elements."""
     if not isinstance(array, np.ndarray) or array.dtype != np.float32:
-        raise ValueError(f"{name} must be a float32 array, not {getattr(array, 'dtype', type(array))}")
-    if not array.flags.c_contiguous or not array.flags.writeable:
-        raise ValueError(f"{name} must be C-contiguous and writeable")
+        found = getattr(array, "dtype", type(array))
+        raise ValueError(f"{name} must be a float32 array, not {found}")
+    if not array.flags.carray:
+        raise ValueError(f"{name} must be C-contiguous, aligned and writeable")
     if array.size != size:
         raise ValueError(f"{name} has {array.size} elements, {size} are needed")
     return array.reshape(-1)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 import hvd_fec
+import hvd_fec.exchange
 from hvd_fec.codecs import FecCodec
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -199,6 +200,71 @@ def test_process_set(even):
         hvd.allreduce(tf.constant(gradient(RANK, 0)), compression=others, process_set=even)
 
 
+# ---- two shots ---------------------------------------------------------------------------------
+
+
+class ExpectedTwoShot(Expected):
+    """Every rank averages its slice of what the others sent, and sends that compressed again."""
+
+    def __init__(self, factor):
+        super().__init__(factor)
+        self.means = {}
+
+    def step(self, gradients):
+        flat = [g.reshape(-1) for g in gradients]
+        n, size = len(flat), flat[0].size
+        cuts = [size * i // n for i in range(n + 1)]
+        finite = [np.isfinite(g).all() for g in flat]
+        result = np.empty(size, np.float64)
+        for a, b in zip(cuts, cuts[1:]):
+            mean = np.zeros(b - a, np.float32)
+            for rank, g in enumerate(flat):
+                residual = self.residuals.setdefault(rank, np.zeros(size, np.float32))[a:b]
+                payload = self.codec.encode(g[a:b], residual if finite[rank] else None)
+                self.codec.decode_add(payload, mean, 1 / n)
+            residual = self.means.setdefault(a, np.zeros(b - a, np.float32))
+            result[a:b] = self.codec.decode(self.codec.encode(mean, residual))
+        return result.reshape(gradients[0].shape) * self.factor
+
+
+@pytest.mark.parametrize("kwargs, factor", FACTORS)
+def test_two_shot(kwargs, factor):
+    compressor = hvd_fec.FEC(T, exchange="twoshot")
+    shapes = [SHAPE, (3, 7, 101)]
+    reduce = tf.function(
+        lambda tensors: hvd.grouped_allreduce(tensors, compression=compressor, **kwargs)
+    )
+    # The average is compressed, Horovod's factor is for the sum.
+    expected = [ExpectedTwoShot(factor * SIZE) for _ in shapes]
+    for step in range(5):
+        everyone = [[gradient(r, step, s, i) for r in range(SIZE)] for i, s in enumerate(shapes)]
+        if step == 2:
+            everyone[0][SIZE - 1][5, 5] = np.nan
+        results = reduce([tf.constant(tensors[RANK]) for tensors in everyone])
+        for result, wanted, tensors in zip(results, expected, everyone):
+            close(result, wanted.step(tensors))
+        same_everywhere(*results)
+        assert np.isnan(results[0].numpy()).any() == (step == 2)
+    for _, residual in compressor.residuals.items():
+        assert np.isfinite(residual).all()
+    assert len(compressor.residuals) == 4
+    assert compressor.stats.steps == 5
+
+
+def test_two_shot_pays():
+    pays = hvd_fec.exchange.two_shot_pays
+    assert not any(pays(2, 4 * 10**k) for k in range(4, 12))  # nothing to be saved
+    assert not pays(4, 10**6) and pays(4, 10**7)
+    assert pays(8, 2 * 10**6) and not pays(8, 10**6)
+    if SIZE > 2:
+        names = {n: hvd_fec.FEC(T, exchange=n) for n in ("auto", "allgather")}
+        for name, compressor in names.items():
+            reduce = tf.function(lambda x, c=compressor: hvd.allreduce(x, compression=c))
+            graph = reduce.get_concrete_function(tf.TensorSpec([9_000_000])).graph.as_graph_def()
+            two_shot = any(node.op == "HorovodAlltoall" for node in graph.node)
+            assert two_shot == (name == "auto")
+
+
 # ---- failures ----------------------------------------------------------------------------------
 
 
@@ -240,8 +306,9 @@ def test_loss_scaling_stays_in_step():
         keras.mixed_precision.set_global_policy("float32")
 
 
-def test_a_rank_that_cannot_encode_stops_all_ranks_with_its_reason(monkeypatch):
-    compressor = hvd_fec.FEC(T)
+@pytest.mark.parametrize("exchange", ["allgather", "twoshot"])
+def test_a_rank_that_cannot_encode_stops_all_ranks_with_its_reason(monkeypatch, exchange):
+    compressor = hvd_fec.FEC(T, exchange=exchange)
     if RANK == SIZE - 1:
 
         def fail(*args):
