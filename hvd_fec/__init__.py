@@ -7,6 +7,8 @@ The codecs and the sharding need NumPy only. TensorFlow and Horovod are imported
 is first asked for.
 """
 
+import importlib
+
 from hvd_fec import codecs
 from hvd_fec._version import __version__
 from hvd_fec.wire import PayloadError
@@ -17,6 +19,8 @@ __all__ = ["PayloadError", "__version__", "codecs", *_COMPRESSORS]
 
 
 def __getattr__(name):
+    if name == "callbacks":
+        return importlib.import_module("hvd_fec.callbacks")
     if name not in _COMPRESSORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -14,14 +14,17 @@ import time
 # would bury the report. A value set by the user wins.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import checkpoint
 import data
 import horovod.tensorflow.keras as hvd
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import broadcast_object
+from horovod.tensorflow import broadcast_object, broadcast_variables, grouped_allreduce
 from tensorflow import keras
 
 import hvd_fec
+from hvd_fec import sharding
+from hvd_fec.callbacks import ReplicaCheck
 
 # Name on the command line -> maker of the compressor from the options.
 COMPRESSIONS = {
@@ -35,13 +38,16 @@ COMPRESSIONS = {
 }
 
 EVALUATION_BATCH = 500
+REPLICA_CHECK = 100  # steps between checks that all ranks have the same model
+LOSS_SCALE = 2**10  # Keras starts at 2**15, far above what the thresholds are meant for
+TERMINAL_SECONDS, LOG_SECONDS = 0.5, 10.0  # between signs of progress
 MEGA = 1e6
 
 
 # --- Options ----------------------------------------------------------------
 
 
-def option_parser(description, *, epochs, batch_size, lr):
+def option_parser(description, *, epochs, batch_size, lr, warmup_epochs=0):
     """A parser with the options of every recipe; a recipe may add its own."""
     parser = argparse.ArgumentParser(
         description=description,
@@ -63,14 +69,41 @@ def option_parser(description, *, epochs, batch_size, lr):
     add("--epochs", type=_positive, default=epochs, help="passes over the data")
     add("--batch-size", type=_positive, default=batch_size, help="per rank")
     add("--lr", type=float, default=lr, help="per rank; multiplied by their number")
+    add(
+        "--warmup-epochs",
+        type=float,
+        default=warmup_epochs,
+        help="in which the rate grows from that of one rank to that of all",
+    )
     add("--seed", type=int, default=1, help="for weights and shuffling")
+    add(
+        "--sharding",
+        choices=data.SHARDINGS,
+        default=data.SHARDINGS[0],
+        help="how the ranks share the training data out",
+    )
+    add(
+        "--label-sorted",
+        action="store_true",
+        help="take the training data ordered by label, as class directories are",
+    )
+    add(
+        "--precision",
+        choices=("float32", "mixed_bfloat16", "mixed_float16"),
+        default="float32",
+        help="Keras's policy; with mixed_float16 thresholds apply to gradients "
+        f"times the loss scale, at first {LOSS_SCALE}",
+    )
     add(
         "--data-dir",
         default=data.default_folder(),
         help="folder with the data set (also: HVD_FEC_DATA_DIR)",
     )
-    add("--limit-train", type=_positive, help="train on the first so many examples")
+    add("--limit-train", type=_positive, help="train on so many examples only")
     add("--limit-steps", type=_positive, help="at most so many steps per epoch")
+    add("--eval-steps", type=_positive, help="test so often; always after an epoch")
+    add("--checkpoint", metavar="DIR", help="save the training there, and resume what is there")
+    add("--checkpoint-steps", type=_positive, help="save so often; always after an epoch")
     add("--verbose", action="store_true", help="more about model and progress")
     return parser
 
@@ -85,11 +118,13 @@ def _positive(text):
 # --- Set-up -----------------------------------------------------------------
 
 
-def start(seed):
-    """Join the other ranks, claim this rank's share of the machine, fix seeds."""
+def start(args):
+    """Join the other ranks, claim this rank's share of the machine, fix seeds and precision."""
     hvd.init()
     _share_devices()
-    keras.utils.set_random_seed(seed)  # Python, NumPy and TensorFlow at once
+    tf.get_logger().setLevel("ERROR")  # Keras would warn that tests take longer than steps
+    keras.utils.set_random_seed(args.seed)  # Python, NumPy and TensorFlow at once
+    keras.mixed_precision.set_global_policy(args.precision)
     if hvd.size() == 1:
         say("One process: nothing is exchanged, so nothing is compressed.")
 
@@ -154,84 +189,215 @@ def load_on_root(load):
     return source, data.Dataset(*arrays)
 
 
+# --- Data -------------------------------------------------------------------
+
+
+class Source:
+    """What a recipe trains and tests on. A subclass says how examples become tensors.
+
+    `labels` and `test_labels` are those of all examples, `features` [n, f] are
+    statistics of the training examples to balance in shards, or None. `steps`
+    per epoch are the same on all ranks; `test_labels` become this rank's share.
+    """
+
+    def __init__(self, labels, features, test_labels, args):
+        self.labels, self.features, self.args = labels, features, args
+        batch, rank, size = args.batch_size, hvd.rank(), hvd.size()
+        self.steps = len(labels) // size // batch
+        if not self.steps:
+            found = f"{len(labels)} training examples"
+            fail(f"{found}: too few for batches of {batch} on {size} rank(s)")
+        self.steps = min(self.steps, args.limit_steps or self.steps)
+        self.test_total = len(test_labels)
+        self.test_indices = np.arange(rank, self.test_total, size)
+        self.test_labels = test_labels[self.test_indices]
+
+    def batches(self, epoch, first=0):
+        """This rank's batches of an epoch from step `first` on, as a tf.data.Dataset.
+
+        Seed and epoch fix the order and the augmentation, so a resumed run sees
+        what the run that was cut off would have seen.
+        """
+        args, rank = self.args, hvd.rank()
+        order = data.shard(
+            self.labels,
+            self.features,
+            args.sharding,
+            batch=args.batch_size,
+            rank=rank,
+            size=hvd.size(),
+            seed=args.seed,
+            epoch=epoch,
+        )
+        [seed] = np.random.SeedSequence([args.seed, epoch, rank]).generate_state(1)
+        batches = self.training(order[: self.steps], np.int32(seed >> 1), first)
+        # All ranks must do the same number of steps: anything else ends here, with an error.
+        checked = batches.apply(tf.data.experimental.assert_cardinality(self.steps - first))
+        return checked.prefetch(2)
+
+    def training(self, order, seed, first):
+        """Batches (images, labels) of the examples order[first:], [steps, batch], augmented."""
+        raise NotImplementedError
+
+    def testing(self):
+        """Batches of images, those of `test_indices`."""
+        raise NotImplementedError
+
+
+class InMemory(Source):
+    """A data.Dataset, which all ranks hold."""
+
+    def __init__(self, dataset, args, augment=None):
+        """`augment` takes uint8 images [batch, ...] and a seed, int32 [2], to other images."""
+        dataset = dataset.limited(args.limit_train)
+        if args.label_sorted:
+            dataset = dataset.sorted_by_label()
+        self._images = tf.constant(dataset.train_images)
+        self._labels = tf.constant(dataset.train_labels)
+        self._augment = augment
+        # From one rank, as all must deal alike, and sums may differ in a last bit
+        # between processors.
+        features = sharding.image_features(dataset.train_images) if hvd.rank() == 0 else None
+        if hvd.size() > 1:
+            features = np.zeros((len(self._labels), 2)) if features is None else features
+            features = hvd.broadcast(features, 0).numpy()
+        super().__init__(dataset.train_labels, features, dataset.test_labels, args)
+        self._test_images = dataset.test_images[self.test_indices]
+
+    def training(self, order, seed, first):
+        def look_up(step, batch):
+            images, labels = tf.gather(self._images, batch), tf.gather(self._labels, batch)
+            if self._augment:
+                images = self._augment(images, tf.stack([seed, tf.cast(step, tf.int32)]))
+            return images, labels
+
+        return tf.data.Dataset.from_tensor_slices(order[first:]).enumerate(first).map(look_up)
+
+    def testing(self):
+        return tf.data.Dataset.from_tensor_slices(self._test_images).batch(EVALUATION_BATCH)
+
+
 # --- Training ---------------------------------------------------------------
 
 
-def training_batches(images, labels, args):
-    """This rank's batches of all epochs, and the number of steps per epoch.
+@keras.saving.register_keras_serializable("hvd_fec_recipes")
+class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+    """From `base` to `peak` in a line, and then down a cosine to 0 at step `end` (None: level).
 
-    The order is fixed beforehand by the seed alone; TensorFlow only looks up
-    what the indices name.
+    N ranks average N batches, so an epoch has N times fewer but less noisy
+    steps; a rate N times higher lets it cover the same ground (Goyal et al.
+    2017, arXiv 1706.02677). Right from the start it would be too high.
     """
-    examples, batch, rank, size = len(labels), args.batch_size, hvd.rank(), hvd.size()
-    steps = examples // (batch * size)
-    if not steps:
-        fail(f"{examples} training examples: too few for batches of {batch} on {size} rank(s)")
-    steps = min(steps, args.limit_steps or steps)
-    order = np.concatenate(
-        [
-            data.shard(examples, batch, steps, rank, size, args.seed, epoch)
-            for epoch in range(args.epochs)
-        ]
-    )
-    images, labels = tf.constant(images), tf.constant(labels)
-    batches = (
-        tf.data.Dataset.from_tensor_slices(order)
-        .map(lambda batch: (tf.gather(images, batch), tf.gather(labels, batch)))
-        .prefetch(2)
-    )
-    return batches, steps
+
+    def __init__(self, base, peak, warm, end):
+        super().__init__()
+        self._config = {"base": base, "peak": peak, "warm": warm, "end": end}
+
+    def get_config(self):
+        return self._config
+
+    def __call__(self, step):
+        base, peak, warm, end = self._config.values()
+        step = tf.cast(step, tf.float32)
+        line = base + (peak - base) * step / max(warm, 1)
+        level = tf.constant(peak, tf.float32)
+        if end is not None:
+            level *= (1 + tf.cos(np.pi * tf.clip_by_value((step - warm) / (end - warm), 0, 1))) / 2
+        return tf.where(step < warm, line, level)
 
 
-def train(model, optimizer, loss, dataset, args, *, recipe, source):
-    """Fit the model on all ranks, report every epoch, print the result line."""
+def sgd(args, steps, *, decay=True, **settings):
+    """SGD with momentum, its rate as the options say; `steps` per epoch.
+
+    SGD, because its step is linear in the gradient: what a compressor loses or
+    holds back shows as it is, whereas Adam divides it by its own running scale.
+    """
+    end = args.epochs * steps if decay else None
+    warm = args.warmup_epochs * steps
+    if end is not None:
+        warm = min(warm, end - 1)
+    rate = WarmUp(args.lr, args.lr * hvd.size(), warm, end)
+    return keras.optimizers.SGD(rate, momentum=0.9, **settings)
+
+
+def train(model, optimizer, source, args, *, recipe, settings=None, origin):
+    """Fit the model on all ranks, report, print the result line and return it.
+
+    The model gives logits. `settings` are the recipe's own, for the result line
+    and to tell whether a checkpoint is of the same training; `origin` says where
+    the data came from.
+    """
     compressor = COMPRESSIONS[args.compression](args)
-    batches, steps = training_batches(dataset.train_images, dataset.train_labels, args)
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=compressor, groups=args.groups)
+    if args.precision == "mixed_float16":
+        optimizer = keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale=LOSS_SCALE)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    optimizer.build(model.trainable_variables)
 
-    model.compile(
-        hvd.DistributedOptimizer(optimizer, compression=compressor, groups=args.groups),
-        loss,
-    )
-    report = EpochReport(compressor, dataset.test_images, dataset.test_labels)
-    model.fit(
-        batches,
-        epochs=args.epochs,
-        steps_per_epoch=steps,
-        verbose=_keras_verbosity(args),
-        callbacks=[
-            # All ranks must start from one set of weights, and stay there.
-            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-            # Keras would add its bar last, but it has to end its line before the report.
-            keras.callbacks.ProgbarLogger("steps"),
-            report,
-        ],
-    )
+    settings = {
+        "batch_size": args.batch_size,
+        "lr": args.lr,
+        "precision": args.precision,
+        "sharding": args.sharding,
+        "label_sorted": args.label_sorted,
+        **(settings or {}),
+    }
+    done = 0
+    callbacks = [ReplicaCheck(REPLICA_CHECK)]
+    report = Report(compressor, source, args)
+    report.set_model(model)  # if all is done already, Keras will not
+    callbacks.append(report)
+    if args.checkpoint:
+        same = {"recipe": recipe, "ranks": hvd.size(), "seed": args.seed, "steps": source.steps}
+        saver = checkpoint.Saver(args.checkpoint, {**same, **settings}, args.checkpoint_steps)
+        callbacks.append(saver)
+        done = _resume(saver, model)
+        saver.step = report.step = report.first = done
+    # All ranks must start from one set of weights; from then on gradients are all they exchange.
+    broadcast_variables(checkpoint.variables(model), 0)
+    for epoch in range(done // source.steps, args.epochs):
+        first = max(0, done - epoch * source.steps)
+        model.fit(
+            source.batches(epoch, first),
+            initial_epoch=epoch,
+            epochs=epoch + 1,
+            verbose=0,
+            callbacks=callbacks,
+        )
     result = {
         "recipe": recipe,
         "compression": args.compression,
         "settings": {
-            "batch_size": args.batch_size,
-            "lr": args.lr,
+            **settings,
             "groups": args.groups,
             # Horovod's own compressors have no settings.
             **(compressor.get_config() if hasattr(compressor, "get_config") else {}),
         },
         "ranks": hvd.size(),
         "epochs": args.epochs,
-        "steps": args.epochs * steps,
+        "steps": args.epochs * source.steps,
         **report.result(),
-        "data": source,
+        "data": origin,
         "seed": args.seed,
     }
     say(json.dumps(result))
     return result
 
 
-def _keras_verbosity(args):
-    """A progress bar on rank 0's terminal; in a log only lines, and if asked."""
-    if hvd.rank() != 0:
-        return 0
-    return 1 if sys.stdout.isatty() else 2 if args.verbose else 0
+def _resume(saver, model):
+    """Steps that the checkpoint in the folder has behind it; 0 if there is none."""
+    done = problem = None
+    if hvd.rank() == 0:
+        try:
+            done = saver.restore(model)
+        except checkpoint.CheckpointError as error:
+            problem = str(error)
+    done, problem = broadcast_object((done, problem), root_rank=0)
+    if problem:
+        fail(problem)
+    if done:
+        say(f"resumed at step {done} from {saver.path}")
+    return done
 
 
 def traffic(compressor, variables, steps):
@@ -260,61 +426,137 @@ def ratio(dense, sent):
     return dense / sent if sent else 1.0
 
 
-def accuracy(model, images, labels):
-    """Accuracy over the whole set, of which each rank tests its share.
+def accuracy(model, source):
+    """Accuracy over the whole test set, of which each rank tests its share.
 
     Correct answers are counted and the counts summed, so shares of unequal size
     do not matter and the result is exact.
     """
-    own = slice(hvd.rank(), None, hvd.size())
-    guesses = model.predict(images[own], batch_size=EVALUATION_BATCH, verbose=0)
-    correct = np.count_nonzero(guesses.argmax(axis=-1) == labels[own])
-    return float(hvd.allreduce(np.int64(correct), op=hvd.Sum)) / len(labels)
+    correct = 0
+    if len(source.test_labels):
+        guesses = model.predict(source.testing(), verbose=0)
+        correct = np.count_nonzero(guesses.argmax(axis=-1) == source.test_labels)
+    return float(hvd.allreduce(np.int64(correct), op=hvd.Sum)) / source.test_total
 
 
-class EpochReport(keras.callbacks.Callback):
-    """Tests the model after every epoch and prints a line on rank 0.
+def average_statistics(model):
+    """Set batch normalization's moving averages to their mean over ranks.
 
-    Seconds are those of training: testing and loading the data are not in them.
+    They are the only weights that ranks do not share: each has seen its own batches.
+    """
+    own = [
+        variable
+        for layer in model.submodules
+        if isinstance(layer, keras.layers.BatchNormalization)
+        for variable in (layer.moving_mean, layer.moving_variance)
+    ]
+    if own and hvd.size() > 1:
+        for variable, mean in zip(own, grouped_allreduce([v.value() for v in own])):
+            variable.assign(mean)
+
+
+class Report(keras.callbacks.Callback):
+    """Tests the model after every epoch and as often as asked, and prints a line on rank 0.
+
+    Seconds are those of the training steps: tests, checks and checkpoints are
+    not in them. After a resume all figures are those since then.
     """
 
-    def __init__(self, compressor, test_images, test_labels):
+    def __init__(self, compressor, source, args):
         super().__init__()
-        self._compressor = compressor
-        self._test = test_images, test_labels
-        self._seconds = 0.0
-        self._dense = self._sent = 0
-        self._loss = self._accuracy = None
+        self._compressor, self._source, self._args = compressor, source, args
+        self.step = self.first = 0  # since the training began; where this run began
+        self._step_seconds = []
+        self._history = []
+        self._shown = time.perf_counter()
 
     def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+        self._summed = self._counted = 0.0  # losses, of this epoch and already reported
+
+    def on_train_batch_begin(self, batch, logs=None):
         self._begun = time.perf_counter()
 
-    def on_epoch_end(self, epoch, logs=None):
-        seconds = time.perf_counter() - self._begun
-        self._seconds += seconds
-        # Equal numbers of steps on all ranks make the mean of means the mean.
-        self._loss = float(hvd.allreduce(np.float64(logs["loss"])))
-        self._accuracy = accuracy(self.model, *self._test)
-        steps = (epoch + 1) * self.params["steps"]
-        dense, sent = traffic(self._compressor, self.model.trainable_variables, steps)
-        epoch_dense, epoch_sent = dense - self._dense, sent - self._sent
-        self._dense, self._sent = dense, sent
-        say(
-            f"epoch {epoch + 1}/{self.params['epochs']}"
-            f"  loss {self._loss:.4f}"
-            f"  test accuracy {self._accuracy:.4f}"
-            f"  ratio {ratio(epoch_dense, epoch_sent):.2f}"
-            f"  sent {epoch_sent / MEGA:.2f} MB"
-            f"  {seconds:.1f} s"
+    def on_train_batch_end(self, batch, logs=None):
+        now = time.perf_counter()
+        self._step_seconds.append(now - self._begun)
+        self.step += 1
+        self._batches, self._mean = batch + 1, logs["loss"]
+        end_of_epoch = self.step % self._source.steps == 0
+        if end_of_epoch or self._args.eval_steps and self.step % self._args.eval_steps == 0:
+            self._test()
+        else:
+            self._show_progress(now)
+
+    def _test(self):
+        # Keras gives the mean over the epoch so far; what is new in it is wanted.
+        total = self._mean * self._batches
+        loss = (total - self._summed) / (self._batches - self._counted)
+        self._summed, self._counted = total, self._batches
+        average_statistics(self.model)
+        dense, sent = traffic(
+            self._compressor, self.model.trainable_variables, self.step - self.first
         )
+        before = self._history[-1] if self._history else {"mb_dense": 0, "mb_sent": 0, "seconds": 0}
+        row = {
+            "step": self.step,
+            # Equal numbers of steps on all ranks make the mean of means the mean.
+            "loss": float(hvd.allreduce(np.float64(loss))),
+            "test_accuracy": accuracy(self.model, self._source),
+            "mb_sent": sent / MEGA,
+            "mb_dense": dense / MEGA,
+            "seconds": round(sum(self._step_seconds), 3),
+        }
+        self._history.append(row)
+        new = {key: row[key] - before[key] for key in before}
+        self._end_line()
+        say(
+            f"epoch {self._epoch + 1}/{self._args.epochs}"
+            f"  step {self.step}"
+            f"  loss {row['loss']:.4f}"
+            f"  test accuracy {row['test_accuracy']:.4f}"
+            f"  ratio {ratio(new['mb_dense'], new['mb_sent']):.2f}"
+            f"  sent {new['mb_sent']:.2f} MB"
+            f"  {new['seconds']:.1f} s"
+        )
+
+    def _show_progress(self, now):
+        """One line that is written over on a terminal; in a log, lines now and then, if asked."""
+        terminal = sys.stdout.isatty()
+        if hvd.rank() != 0 or not (terminal or self._args.verbose):
+            return
+        if now - self._shown > (TERMINAL_SECONDS if terminal else LOG_SECONDS):
+            self._shown = now
+            text = (
+                f"epoch {self._epoch + 1}/{self._args.epochs}"
+                f"  step {self.step}/{self._args.epochs * self._source.steps}"
+                f"  loss {self._mean:.4f}  {1e3 * self._step_seconds[-1]:.0f} ms/step"
+            )
+            print(text, end="\r" if terminal else "\n", flush=True)
+
+    def _end_line(self):
+        if hvd.rank() == 0 and sys.stdout.isatty():
+            print(end="\x1b[2K")  # erase the line of progress
 
     def result(self):
         """The figures of the whole run, for the result line."""
+        if not self._history:  # resumed when all was done
+            self._history.append(
+                {
+                    "step": self.step,
+                    "loss": None,
+                    "test_accuracy": accuracy(self.model, self._source),
+                    "mb_sent": 0.0,
+                    "mb_dense": 0.0,
+                    "seconds": 0.0,
+                }
+            )
+        last = dict(self._history[-1])
+        del last["step"]
         return {
-            "test_accuracy": self._accuracy,
-            "loss": self._loss,
-            "ratio": ratio(self._dense, self._sent),
-            "mb_sent": self._sent / MEGA,
-            "mb_dense": self._dense / MEGA,
-            "seconds": round(self._seconds, 3),
+            **last,
+            "first_step": self.first,
+            "ratio": ratio(last["mb_dense"], last["mb_sent"]),
+            "step_ms": round(1e3 * float(np.median(self._step_seconds or [0.0])), 3),
+            "history": self._history,
         }

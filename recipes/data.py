@@ -1,7 +1,8 @@
 """Training data for the recipes: where it comes from, and who trains on what.
 
 Only NumPy is needed to read files; Keras and scikit-learn are imported by the
-loaders that fall back on them.
+loaders that fall back on them. Data sets in files of their own, too large for
+memory, are in imagefiles.py.
 """
 
 import contextlib
@@ -9,12 +10,15 @@ import gzip
 import io
 import math
 import os
+import pickle
 import socket
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from hvd_fec import sharding
 
 MNIST_FILES = (
     "train-images-idx3-ubyte",
@@ -23,7 +27,28 @@ MNIST_FILES = (
     "t10k-labels-idx1-ubyte",
 )
 MNIST_SHAPE = (28, 28)
-CLASSES = 10
+MNIST_CLASSES = 10
+
+CIFAR_SHAPE = (32, 32, 3)
+CIFAR_PLANES = (3, 32, 32)  # as they lie in the files: all red, all green, all blue
+CIFAR_CLASSES = {"cifar10": 10, "cifar100": 100}
+# Folder in the archive -> files to train on, files to test on.
+CIFAR_FILES = {
+    ("cifar10", "binary"): (
+        "cifar-10-batches-bin",
+        [f"data_batch_{i}.bin" for i in range(1, 6)],
+        ["test_batch.bin"],
+    ),
+    ("cifar10", "python"): (
+        "cifar-10-batches-py",
+        [f"data_batch_{i}" for i in range(1, 6)],
+        ["test_batch"],
+    ),
+    ("cifar100", "binary"): ("cifar-100-binary", ["train.bin"], ["test.bin"]),
+    ("cifar100", "python"): ("cifar-100-python", ["train"], ["test"]),
+}
+
+SHARDINGS = ("stratified", "random", "contiguous")
 
 GZIP_MAGIC = b"\x1f\x8b"
 IDX_UBYTE = 0x08  # IDX names its element type by a code; MNIST has bytes only
@@ -36,7 +61,7 @@ class DataError(Exception):
 
 
 class Dataset(NamedTuple):
-    """Images as uint8 [n, height, width], labels as uint8 [n]."""
+    """Images as uint8 [n, height, width] or [n, height, width, 3], labels as uint8 [n]."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -45,9 +70,15 @@ class Dataset(NamedTuple):
 
     def limited(self, examples):
         """The same data with at most `examples` to train on (None: all)."""
+        return self._training(slice(examples))
+
+    def sorted_by_label(self):
+        """The same data in the order that class directories give: one class after another."""
+        return self._training(np.argsort(self.train_labels, kind="stable"))
+
+    def _training(self, chosen):
         return self._replace(
-            train_images=self.train_images[:examples],
-            train_labels=self.train_labels[:examples],
+            train_images=self.train_images[chosen], train_labels=self.train_labels[chosen]
         )
 
 
@@ -106,7 +137,7 @@ def read_mnist_folder(folder):
             )
         if not len(labels):
             raise DataError(f"{label_file}: holds no labels")
-        if labels.max() >= CLASSES:
+        if labels.max() >= MNIST_CLASSES:
             raise DataError(f"{label_file}: label {labels.max()}, expected 0 to 9")
     return dataset
 
@@ -130,6 +161,108 @@ def _find_mnist_files(folder):
     return found[base]
 
 
+# --- CIFAR files ------------------------------------------------------------
+
+
+def load_cifar(kind, folder):
+    """Return (source, Dataset) of `kind` "cifar10" or "cifar100"; source is "binary" or "python".
+
+    `folder` holds the files, or the folder in which the archives pack them, or
+    a folder cifar10/ or cifar100/ with that. Keras brings CIFAR when `folder`
+    is None.
+    """
+    if not folder:
+        return "keras", _load_keras_cifar(kind)
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    for (of_kind, source), (packed, train, test) in CIFAR_FILES.items():
+        bases = [base / sub for base in (folder, folder / kind) for sub in ("", packed)]
+        found = [base for base in bases if (base / train[0]).is_file()]
+        if of_kind == kind and found:
+            read = read_cifar_binary if source == "binary" else read_cifar_pickle
+            parts = []
+            for names in (train, test):
+                pairs = [read(kind, found[0] / name) for name in names]
+                parts += map(np.concatenate, zip(*pairs))
+            return source, Dataset(*parts)
+    wanted = [f"{p}/" for (of_kind, _), (p, *_) in CIFAR_FILES.items() if of_kind == kind]
+    raise DataError(f"{folder}: has neither {' nor '.join(wanted)} with {kind}'s files")
+
+
+def read_cifar_binary(kind, path):
+    """One file of records of a label (CIFAR-100: coarse, then fine) and the planes."""
+    label_bytes = 1 if kind == "cifar10" else 2
+    record = label_bytes + math.prod(CIFAR_PLANES)
+    blob = np.frombuffer(_read_unpacked(path), np.uint8)
+    if not len(blob) or len(blob) % record:
+        raise DataError(f"{path}: {len(blob)} bytes are not whole records of {record}")
+    records = blob.reshape(-1, record)
+    return _cifar_arrays(kind, path, records[:, label_bytes:], records[:, label_bytes - 1])
+
+
+def read_cifar_pickle(kind, path):
+    """One file of the python version: a pickled dict with data and labels."""
+    try:
+        batch = _CifarUnpickler(io.BytesIO(_read_unpacked(path)), encoding="bytes").load()
+        pixels = np.asarray(batch[b"data"])
+        labels = np.asarray(batch[b"labels" if kind == "cifar10" else b"fine_labels"])
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    except Exception as error:  # the bytes of a damaged pickle can raise nearly anything
+        raise DataError(f"{path}: not a {kind} batch ({error!r})") from error
+    if pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != math.prod(CIFAR_PLANES):
+        raise DataError(f"{path}: data is {pixels.dtype} of shape {pixels.shape}, not of images")
+    if labels.shape != pixels.shape[:1] or labels.dtype.kind not in "iu":
+        raise DataError(f"{path}: {len(pixels)} images, but labels of shape {labels.shape}")
+    return _cifar_arrays(kind, path, pixels, labels)
+
+
+class _CifarUnpickler(pickle.Unpickler):
+    """A pickle can call anything; the batches call only what rebuilds an array."""
+
+    def find_class(self, module, name):
+        # The files are from Python 2 and NumPy 1; later ones have moved a module.
+        module = module.replace("numpy._core", "numpy.core")
+        if (module, name) == ("numpy.core.multiarray", "_reconstruct"):
+            return _reconstruct
+        if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
+            return getattr(np, name)
+        if (module, name) == ("_codecs", "encode"):  # bytes, if written by Python 3
+            return _encode
+        raise DataError(f"asks for {module}.{name}, which no CIFAR batch does")
+
+
+def _reconstruct(kind, shape, typecode):
+    if kind is not np.ndarray or shape != (0,):  # its size comes later, with its bytes
+        raise DataError("holds an object that is no array")
+    return np.ndarray.__new__(np.ndarray, shape, np.dtype(typecode))
+
+
+def _encode(text, encoding):
+    if encoding not in ("latin1", b"latin1"):
+        raise DataError(f"holds text in {encoding!r}")
+    return text.encode("latin1")
+
+
+def _cifar_arrays(kind, path, pixels, labels):
+    if len(labels) and not 0 <= labels.min() <= labels.max() < CIFAR_CLASSES[kind]:
+        bad = labels.max() if labels.min() >= 0 else labels.min()
+        raise DataError(f"{path}: label {bad}, expected 0 to {CIFAR_CLASSES[kind] - 1}")
+    images = pixels.reshape(-1, *CIFAR_PLANES).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(images), labels.astype(np.uint8)
+
+
+def _load_keras_cifar(kind):
+    from tensorflow import keras
+
+    try:
+        train, test = _quietly(getattr(keras.datasets, kind).load_data)
+    except Exception as error:  # Keras raises bare Exception if offline
+        raise DataError(f"{kind} is not at hand: give its folder by --data-dir") from error
+    return Dataset(train[0], train[1].ravel(), test[0], test[1].ravel())
+
+
 # --- MNIST, or the best that is at hand -------------------------------------
 
 
@@ -148,17 +281,22 @@ def load_mnist(folder=None):
 
 
 def load_keras_mnist():
-    """MNIST from Keras's cache or download, without its chatter or long waits."""
+    """MNIST from Keras's cache or download."""
     from tensorflow import keras
 
+    train, test = _quietly(keras.datasets.mnist.load_data)
+    return Dataset(*train, *test)
+
+
+def _quietly(load):
+    """Call a loader of Keras without its chatter or long waits."""
     patience = socket.getdefaulttimeout()
     socket.setdefaulttimeout(NETWORK_TIMEOUT)  # Keras offers no timeout itself
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            train, test = keras.datasets.mnist.load_data()
+            return load()
     finally:
         socket.setdefaulttimeout(patience)
-    return Dataset(*train, *test)
 
 
 def load_digits():
@@ -185,18 +323,31 @@ def default_folder():
     return os.environ.get("HVD_FEC_DATA_DIR") or None
 
 
-# --- Sharding ---------------------------------------------------------------
+# --- Who trains on what -----------------------------------------------------
 
 
-def shard(examples, batch, steps, rank, size, seed, epoch):
-    """Indices [steps, batch] that `rank` trains on in `epoch`.
+def shard(labels, features, how, *, batch, rank, size, seed, epoch):
+    """Indices [steps, batch] that `rank` trains on in `epoch`, sharded as `how` says.
 
-    All ranks draw the same permutation and take every size-th entry of it, so
-    their shares are disjoint without a word exchanged. All shares have the same
-    number of full batches: a rank with one step more would wait for ever in an
-    allreduce that the others never join. The few examples left over differ from
-    epoch to epoch. Together the ranks' batches of a step are the batch that one
-    process would take, were it `size` times as large.
+    All ranks get the same number of full batches: a rank with one step more
+    would wait for ever in an allreduce that the others never join. Nobody needs
+    to be asked, as seed and epoch say it all.
+
+    `labels` are [n], `features` [n, f] or None. "stratified": every shard, and
+    every batch in it, has the class proportions of the whole, and the shards its
+    features' means and variances. "random": the ranks take turns in one
+    permutation, so that their batches of a step are together the batch that one
+    process would take, were it `size` times as large. "contiguous": a rank keeps
+    its stretch of the data for good and shuffles inside.
     """
-    order = np.random.default_rng([seed, epoch]).permutation(examples)
-    return order[rank::size][: steps * batch].reshape(steps, batch)
+    if how == "stratified":
+        order = sharding.stratified_shard(
+            labels, rank, size, features=features, seed=seed, epoch=epoch, batch_size=batch
+        )
+    elif how == "random":
+        order = sharding.random_shard(len(labels), rank, size, seed, epoch)
+    else:
+        order = sharding.contiguous_shard(len(labels), rank, size)
+        np.random.default_rng([seed, epoch, rank]).shuffle(order)
+    steps = len(order) // batch
+    return order[: steps * batch].reshape(steps, batch)

@@ -8,7 +8,6 @@ downloaded), else from the small set of digits in scikit-learn.
 
 import common
 import data
-import horovod.tensorflow.keras as hvd
 from tensorflow import keras
 from tensorflow.keras import layers
 
@@ -37,42 +36,26 @@ def build_model():
             layers.MaxPooling2D(),
             layers.Flatten(),
             layers.Dense(128, **relu),
-            layers.Dense(data.CLASSES),
+            layers.Dense(data.MNIST_CLASSES, dtype="float32"),
         ]
     )
-
-
-def build_optimizer(lr):
-    """SGD with momentum, at a rate that grows with the number of ranks.
-
-    SGD, because its step is linear in the gradient: what a compressor loses or
-    holds back shows as it is, whereas Adam divides it by its own running scale.
-    N ranks average N batches, so an epoch has N times fewer but less noisy
-    steps; a rate N times higher lets it cover the same ground.
-    """
-    return keras.optimizers.SGD(lr * hvd.size(), momentum=0.9)
 
 
 def main():
     parser = common.option_parser(__doc__.splitlines()[0], epochs=2, batch_size=64, lr=0.01)
     args = parser.parse_args()
-    common.start(args.seed)
-    source, dataset = common.load_on_root(lambda: data.load_mnist(args.data_dir))
-    if source == "digits":
+    common.start(args)
+    origin, dataset = common.load_on_root(lambda: data.load_mnist(args.data_dir))
+    if origin == "digits":
         common.say(FALLBACK_NOTE)
 
     model = build_model()
     if args.verbose:
         model.summary(print_fn=common.say)
-    common.train(
-        model,
-        build_optimizer(args.lr),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        dataset.limited(args.limit_train),
-        args,
-        recipe="mnist",
-        source=source,
-    )
+    source = common.InMemory(dataset, args)
+    # A training as short as this one needs no decay.
+    optimizer = common.sgd(args, source.steps, decay=False)
+    common.train(model, optimizer, source, args, recipe="mnist", origin=origin)
 
 
 if __name__ == "__main__":

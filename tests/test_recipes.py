@@ -6,14 +6,10 @@ Needs neither Horovod nor a network.
 import gzip
 import struct
 import sys
-from pathlib import Path
-
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import data
+import numpy as np
+import pytest
 
 IMAGES = np.arange(3 * 28 * 28, dtype=np.uint32).astype(np.uint8).reshape(3, 28, 28)
 LABELS = np.array([7, 0, 9], np.uint8)
@@ -177,30 +173,33 @@ def test_digits_without_scikit_learn(monkeypatch):
 # --- sharding ---
 
 
-def shards(examples, batch, size, epoch=0, seed=1):
-    steps = examples // (batch * size)
-    return np.stack(
-        [data.shard(examples, batch, steps, rank, size, seed, epoch) for rank in range(size)]
-    )
+def shards(examples, batch, size, how="random", epoch=0, seed=1):
+    labels = np.arange(examples) % 7
+    features = np.arange(examples)[:, None] / examples
+    options = dict(batch=batch, size=size, seed=seed, epoch=epoch)
+    return np.stack([data.shard(labels, features, how, rank=r, **options) for r in range(size)])
 
 
+@pytest.mark.parametrize("how", data.SHARDINGS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_shards_are_equal_and_disjoint(size):
-    parts = shards(1003, 10, size)
+def test_shards_are_equal_and_disjoint(size, how):
+    parts = shards(1003, 10, size, how)
     assert parts.shape == (size, 1003 // (10 * size), 10)
     assert len(np.unique(parts)) == parts.size
     assert parts.min() >= 0 and parts.max() < 1003
 
 
-def test_shards_cover_all_if_it_divides():
-    np.testing.assert_array_equal(np.sort(shards(96, 8, 3), axis=None), np.arange(96))
+@pytest.mark.parametrize("how", data.SHARDINGS)
+def test_shards_cover_all_if_it_divides(how):
+    np.testing.assert_array_equal(np.sort(shards(96, 8, 3, how), axis=None), np.arange(96))
 
 
-def test_shards_depend_on_seed_and_epoch_only():
-    first = shards(100, 5, 2)
-    np.testing.assert_array_equal(first, shards(100, 5, 2))
-    assert (first != shards(100, 5, 2, epoch=1)).any()
-    assert (first != shards(100, 5, 2, seed=2)).any()
+@pytest.mark.parametrize("how", data.SHARDINGS)
+def test_shards_depend_on_seed_and_epoch_only(how):
+    first = shards(100, 5, 2, how)
+    np.testing.assert_array_equal(first, shards(100, 5, 2, how))
+    assert (first != shards(100, 5, 2, how, epoch=1)).any()
+    assert (first != shards(100, 5, 2, how, seed=2)).any()
 
 
 def test_ranks_together_take_the_batch_of_one_process():
@@ -209,6 +208,21 @@ def test_ranks_together_take_the_batch_of_one_process():
     np.testing.assert_array_equal(np.sort(together), np.sort(alone))
 
 
-def test_fewer_steps_are_the_first_of_all():
-    every, some = (data.shard(100, 5, steps, 1, 2, seed=1, epoch=0) for steps in (10, 3))
-    np.testing.assert_array_equal(every[:3], some)
+def test_contiguous_shards_stay_where_they_are():
+    for epoch in range(2):
+        for rank, part in enumerate(shards(100, 5, 2, "contiguous", epoch)):
+            np.testing.assert_array_equal(np.sort(part, axis=None), np.arange(50) + 50 * rank)
+
+
+def test_stratified_batches_have_all_classes():
+    for part in shards(700, 14, 5, "stratified"):
+        for batch in part % 7:
+            np.testing.assert_array_equal(np.bincount(batch), np.full(7, 2))
+
+
+def test_sorted_by_label(tmp_path):
+    write_mnist(tmp_path)
+    dataset = data.read_mnist_folder(tmp_path).sorted_by_label()
+    np.testing.assert_array_equal(dataset.train_labels, [0, 7, 9])
+    np.testing.assert_array_equal(dataset.train_images, IMAGES[[1, 0, 2]])
+    np.testing.assert_array_equal(dataset.test_labels, LABELS[:2])
