@@ -449,7 +449,7 @@ class Ternary(_SumCompressor):
             is at least half the scale, and keeps what that lacks as a residual for the next step.
             The default is the rule that reached the lower loss in MNIST's first epoch for each of
             three seeds, at the same accuracy: what waits in a residual is late, noise is not
-            (docs/benchmarks-ternary.md).
+            (docs/benchmarks.md).
         sparsity: of the threshold rule: scale over the largest |v|, above 0 and below 2, like the
             sparsity multiplier of 3LC (Lim et al. 2018, arXiv 1802.07389), which is 1 and more.
             Smaller sends more and smaller values.

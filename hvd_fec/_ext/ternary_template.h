@@ -3,7 +3,7 @@
  *   TARGET        its target attribute
  *   VECTOR_BYTES  the width of its registers
  *
- * Values travel as digits t in {-1, 0, 1} of 64-bit words (docs/wire-format-ternary.md). A block
+ * Values travel as digits t in {-1, 0, 1} of 64-bit words (docs/wire-format.md). A block
  * of TERNARY_LANES words holds radix.digits rows of TERNARY_LANES consecutive values, and word l
  * takes lane l of every row, the first row as its most significant digit. So a vector register
  * works on a row, and memory is read in order. What is left after the last whole block makes a

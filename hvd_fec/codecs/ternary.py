@@ -2,7 +2,7 @@
 
 A sum of n values in {-1, 0, 1} has 2n+1 outcomes. So as many base-(2n+1) digits as fit share a
 word, and adding words adds all digits at once, without carries. Digits are signed; a rank that
-sends zeros takes part in no sum. ``docs/wire-format-ternary.md`` has the layout.
+sends zeros takes part in no sum. ``docs/wire-format.md`` has the layout.
 """
 
 import math
