@@ -7,27 +7,24 @@ The codecs and the sharding need NumPy only. TensorFlow and Horovod are imported
 is first asked for.
 """
 
-import importlib
-
-from hvd_fec import codecs
+from hvd_fec import codecs, sharding
 from hvd_fec._version import __version__
 from hvd_fec.wire import PayloadError
 
-_COMPRESSORS = ("FEC", "Ternary", "TwoBit", "Compression")
+_NEED_TENSORFLOW = ("FEC", "Ternary", "TwoBit", "Compression", "callbacks")
 
-__all__ = ["PayloadError", "__version__", "codecs", *_COMPRESSORS]
+__all__ = ["PayloadError", "__version__", "codecs", "sharding", *_NEED_TENSORFLOW]
 
 
 def __getattr__(name):
-    if name == "callbacks":
-        return importlib.import_module("hvd_fec.callbacks")
-    if name not in _COMPRESSORS:
+    if name not in _NEED_TENSORFLOW:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from hvd_fec import compression
+        import hvd_fec.callbacks
+        import hvd_fec.compression
     except ImportError as error:
         raise ImportError(
             f"hvd_fec.{name} needs TensorFlow and Horovod built with TensorFlow support "
             f"(HOROVOD_WITH_TENSORFLOW=1), which could not be imported here: {error}"
         ) from error
-    return getattr(compression, name)
+    return hvd_fec.callbacks if name == "callbacks" else getattr(hvd_fec.compression, name)

@@ -81,7 +81,7 @@ def test_gathering_moves_fewer_bytes():
 
 
 def test_golden_words():
-    """The example of docs/wire-format-ternary.md."""
+    """The example of docs/wire-format.md."""
     t = np.array([1, 0, -1, 1, 1, 0, -1], np.float32)
     words = np.empty(1, np.int64)
     assert TernaryCodec(2).encode(t, 1.0, 0.5, words) == 5

@@ -3,7 +3,7 @@
  *   TARGET        its target attribute
  *   VECTOR_BYTES  the width of its registers
  *
- * Values travel as digits t in {-1, 0, 1} of 64-bit words (docs/wire-format-ternary.md). A block
+ * Values travel as digits t in {-1, 0, 1} of 64-bit words (docs/wire-format.md). A block
  * of TERNARY_LANES words holds radix.digits rows of TERNARY_LANES consecutive values, and word l
  * takes lane l of every row, the first row as its most significant digit. So a vector register
  * works on a row, and memory is read in order. What is left after the last whole block makes a
@@ -27,14 +27,18 @@ typedef VECTOR_OF(float, (VECTOR_BYTES / 2)) vhalf; /* as many lanes as vdouble 
 typedef VECTOR_OF(int32_t, (VECTOR_BYTES / 2)) vhalfint;
 typedef VECTOR_OF(uint64_t, VECTOR_BYTES) vword;
 typedef VECTOR_OF(uint32_t, (VECTOR_BYTES / 2)) vhalfuint;
-/* The product of the low halves of 64-bit lanes. */
+/* WIDEN: vhalf to vdouble. MULTIPLY_LOW: the product of the low halves of 64-bit lanes. */
 #if defined(VECTOR512)
+#define WIDEN(v) ((vdouble)_mm512_cvtps_pd((__m256)(v)))
 #define MULTIPLY_LOW(a, b) ((vword)_mm512_mul_epu32((__m512i)(a), (__m512i)(b)))
 #elif defined(VECTOR256)
+#define WIDEN(v) ((vdouble)_mm256_cvtps_pd((__m128)(v)))
 #define MULTIPLY_LOW(a, b) ((vword)_mm256_mul_epu32((__m256i)(a), (__m256i)(b)))
 #elif defined(X86)
+#define WIDEN(v) __builtin_convertvector(v, vdouble)
 #define MULTIPLY_LOW(a, b) ((vword)_mm_mul_epu32((__m128i)(a), (__m128i)(b)))
 #else
+#define WIDEN(v) __builtin_convertvector(v, vdouble)
 #define MULTIPLY_LOW(a, b) (((a) & 0xffffffffu) * ((b) & 0xffffffffu))
 #endif
 #define INLINE static inline __attribute__((always_inline)) TARGET
@@ -74,7 +78,7 @@ static TARGET uint32_t NAME(ternary_survey)(const void *x, int dtype, const floa
                 for (int h = 0; h < HALVES; h++) {
                     vhalf v = *(const vhalf *)(row + h * HALF);
                     if (kept) v += *(const vhalf *)(kept + h * HALF);
-                    vdouble wide = __builtin_convertvector(v, vdouble);
+                    vdouble wide = WIDEN(v);
                     square[h] += wide * wide;
                     vhalfint magnitude = (vhalfint)v & 0x7fffffff;
                     vhalfint larger = magnitude > peak[h];
@@ -329,5 +333,6 @@ static TARGET int NAME(ternary_decode)(const int64_t *words, size_t parts, size_
 #undef vhalfuint
 #undef vword
 #undef MULTIPLY_LOW
+#undef WIDEN
 #undef INLINE
 #undef TERNARY_MIX

@@ -12,14 +12,13 @@ from typing import List, Optional, Tuple
 import numpy as np
 
 from hvd_fec import threads, wire
+from hvd_fec.codecs.arrays import checked, gradient, ranges
 from hvd_fec.codecs.kernels import active as kernels
 from hvd_fec.wire import PayloadError
 
 CODEC = 1
 """This format's number in the header."""
 CHUNK = kernels.CHUNK
-CHUNKS_PER_THREAD = 4
-"""Fewer chunks than this are not worth waking a thread for."""
 
 _FAULTS = {
     1: "a code stream longer than its plane",
@@ -85,26 +84,25 @@ class FecCodec:
             TypeError: another dtype.
             ValueError: a residual of another size, dtype or layout, or sharing memory with ``x``.
         """
-        x, dtype, raw = _gradient(x)
+        raw, dtype, n = gradient(x)
         if residual is not None:
-            residual = _checked("residual", residual, x.size)
-            if np.may_share_memory(residual, x):
+            residual = checked("residual", residual, n)
+            if np.may_share_memory(residual, raw):
                 raise ValueError("x and residual share memory")
-        if _finite(raw, dtype, x.itemsize):
-            return self._encode(raw, dtype, x.itemsize, residual)
+        if _finite(raw, dtype, n):
+            return self._encode(raw, dtype, n, residual)
         with np.errstate(over="ignore", invalid="ignore"):
-            values = x.reshape(-1).astype(np.float32)
+            values = np.asarray(x).reshape(-1).astype(np.float32)
         bad = ~np.isfinite(values)
         values[bad] = 0
-        return self._encode(values.view(np.uint8), dtype, 4, None, bad)
+        return self._encode(values.view(np.uint8), dtype, n, None, bad)
 
     def is_finite(self, x) -> bool:
         """Whether all elements of ``x``, as for :meth:`encode`, are finite and fit float32."""
-        x, dtype, raw = _gradient(x)
-        return _finite(raw, dtype, x.itemsize)
+        return _finite(*gradient(x))
 
-    def _encode(self, raw, dtype, itemsize, residual, bad=None) -> np.ndarray:
-        n = raw.size // itemsize
+    def _encode(self, raw, dtype, n, residual, bad=None) -> np.ndarray:
+        itemsize = raw.size // n if n else 0
         # NaNs are taken out of a float32 copy; the header still names the caller's dtype.
         kernel_dtype = dtype if bad is None else wire.DTYPES["float32"]
         n_chunks = -(-n // CHUNK)
@@ -112,7 +110,7 @@ class FecCodec:
         codes = np.empty((n + 1) // 2, np.uint8)
         signs = np.empty(n // 8 + n_chunks, np.uint8)
         table = np.empty(2 * n_chunks, "<u2")
-        ranges = _ranges(n)
+        cuts = ranges(n, CHUNK)
 
         def encode(a, b):
             chunk = a // CHUNK
@@ -126,13 +124,13 @@ class FecCodec:
                 table[2 * chunk :],
             )
 
-        sizes = threads.run([partial(encode, a, b) for a, b in ranges])
+        sizes = threads.run([partial(encode, a, b) for a, b in cuts])
         parts = [table.view(np.uint8)]
-        parts += [codes[a // 2 : a // 2 + size[0]] for (a, _), size in zip(ranges, sizes)]
+        parts += [codes[a // 2 : a // 2 + size[0]] for (a, _), size in zip(cuts, sizes)]
         code_section = sum(part.size for part in parts)
         parts += [
             signs[a // 8 + a // CHUNK : a // 8 + a // CHUNK + size[1]]
-            for (a, _), size in zip(ranges, sizes)
+            for (a, _), size in zip(cuts, sizes)
         ]
         sign_section = sum(part.size for part in parts) - code_section
         nonfinite = np.empty(0, np.uint8)
@@ -177,7 +175,7 @@ class FecCodec:
             ValueError: ``out`` does not fit the payload.
         """
         sections = _Sections(payload)
-        out = _checked("out", out, sections.header.count)
+        out = checked("out", out, sections.header.count)
         if np.may_share_memory(out, sections.data):
             raise ValueError("payload and out share memory")
         sections.add_to(out, scale)
@@ -214,22 +212,22 @@ class _Sections:
         )
         table = code_section[:table_bytes].copy().view("<u2")
         codes = code_section[table_bytes:]
-        self.ranges: List[Tuple[int, int, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.parts: List[Tuple[int, int, np.ndarray, np.ndarray, np.ndarray]] = []
         lengths = table.reshape(-1, 2).sum(axis=0, dtype=np.uint64) if n_chunks else [0, 0]
         if int(lengths[0]) != codes.size or int(lengths[1]) != sign_section.size:
             raise PayloadError(
                 f"chunk table adds up to {lengths[0]} + {lengths[1]} bytes, the sections have "
                 f"{codes.size} + {sign_section.size}"
             )
-        for a, b in _ranges(header.count):
+        for a, b in ranges(header.count, CHUNK):
             part = table[2 * (a // CHUNK) : 2 * -(-b // CHUNK)]
             code_len, sign_len = (int(v) for v in part.reshape(-1, 2).sum(axis=0, dtype=np.uint64))
-            self.ranges.append((a, b, codes[:code_len], sign_section[:sign_len], part))
+            self.parts.append((a, b, codes[:code_len], sign_section[:sign_len], part))
             codes, sign_section = codes[code_len:], sign_section[sign_len:]
         checks = threads.run(
-            [partial(kernels.fec_check, c, s, t, b - a) for a, b, c, s, t in self.ranges]
+            [partial(kernels.fec_check, c, s, t, b - a) for a, b, c, s, t in self.parts]
         )
-        for (a, *_), (status, chunk, _) in zip(self.ranges, checks):
+        for (a, *_), (status, chunk, _) in zip(self.parts, checks):
             if status:
                 raise PayloadError(
                     f"chunk {a // CHUNK + chunk} of {n_chunks} has {_FAULTS[status]}"
@@ -257,45 +255,17 @@ class _Sections:
         threads.run(
             [
                 partial(kernels.fec_decode_add, c, s, t, threshold, scale, out[a:b])
-                for a, b, c, s, t in self.ranges
+                for a, b, c, s, t in self.parts
             ]
         )
         if self.nonfinite is not None:
             out[self.nonfinite] = np.nan
 
 
-def _gradient(x) -> Tuple[np.ndarray, int, np.ndarray]:
-    """``x`` as an array, its dtype's code, and its elements as bytes."""
-    x = np.asarray(x)
-    if x.dtype.name not in wire.DTYPES or not x.dtype.isnative:
-        raise TypeError(f"FEC encodes {', '.join(wire.DTYPES)}, not {x.dtype}")
-    raw = np.require(x, requirements=["C", "A"]).reshape(-1).view(np.uint8)
-    return x, wire.DTYPES[x.dtype.name], raw
-
-
-def _finite(raw: np.ndarray, dtype: int, itemsize: int) -> bool:
+def _finite(raw: np.ndarray, dtype: int, n: int) -> bool:
+    itemsize = raw.size // n if n else 0
     calls = [
         partial(kernels.all_finite, raw[a * itemsize : b * itemsize], dtype)
-        for a, b in _ranges(raw.size // itemsize)
+        for a, b in ranges(n, CHUNK)
     ]
     return all(threads.run(calls))
-
-
-def _ranges(n: int) -> List[Tuple[int, int]]:
-    """Cut n elements into one range per thread, at chunk boundaries."""
-    n_chunks = -(-n // CHUNK)
-    parts = min(threads.num_threads(), n_chunks // CHUNKS_PER_THREAD) or 1
-    cuts = [min(n, n_chunks * i // parts * CHUNK) for i in range(parts + 1)]
-    return list(zip(cuts, cuts[1:]))
-
-
-def _checked(name: str, array: np.ndarray, size: int) -> np.ndarray:
-    """``array`` flat, if it is a writeable C-contiguous float32 array of ``size`` elements."""
-    if not isinstance(array, np.ndarray) or array.dtype != np.float32:
-        found = getattr(array, "dtype", type(array))
-        raise ValueError(f"{name} must be a float32 array, not {found}")
-    if not array.flags.carray:
-        raise ValueError(f"{name} must be C-contiguous, aligned and writeable")
-    if array.size != size:
-        raise ValueError(f"{name} has {array.size} elements, {size} are needed")
-    return array.reshape(-1)

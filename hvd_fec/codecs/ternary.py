@@ -2,23 +2,22 @@
 
 A sum of n values in {-1, 0, 1} has 2n+1 outcomes. So as many base-(2n+1) digits as fit share a
 word, and adding words adds all digits at once, without carries. Digits are signed; a rank that
-sends zeros takes part in no sum. ``docs/wire-format-ternary.md`` has the layout.
+sends zeros takes part in no sum. ``docs/wire-format.md`` has the layout.
 """
 
 import math
 from functools import partial
-from typing import List, NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional
 
 import numpy as np
 
-from hvd_fec import threads, wire
+from hvd_fec import threads
 from hvd_fec.codecs._numpy import digits_of
-from hvd_fec.codecs.fec import CHUNK, _checked
+from hvd_fec.codecs.arrays import checked, gradient, ranges
 from hvd_fec.codecs.kernels import active as kernels
 from hvd_fec.wire import PayloadError
 
-VALUES_PER_THREAD = 4 * CHUNK
-"""A thread is not worth waking for fewer."""
+CHUNK = kernels.CHUNK
 
 
 def gathers(ranks: int) -> bool:
@@ -52,8 +51,8 @@ def survey(x, residual: Optional[np.ndarray] = None) -> Survey:
         TypeError: another dtype.
         ValueError: a residual of another size, dtype or layout.
     """
-    raw, dtype, n = _raw(x)
-    residual = None if residual is None else _checked("residual", residual, n)
+    raw, dtype, n = gradient(x)
+    residual = None if residual is None else checked("residual", residual, n)
     squares = np.zeros(-(-n // CHUNK))
     itemsize = raw.size // n if n else 0
 
@@ -65,7 +64,7 @@ def survey(x, residual: Optional[np.ndarray] = None) -> Survey:
             squares[a // CHUNK : -(-b // CHUNK)],
         )
 
-    peaks = threads.run([partial(look, a, b) for a, b in _ranges(n, CHUNK)])
+    peaks = threads.run([partial(look, a, b) for a, b in ranges(n, CHUNK)])
     peak = np.array([max(peaks)], np.uint32).view(np.float32)[0]
     if not np.isfinite(peak):
         return Survey(float(peak), math.nan)
@@ -119,9 +118,9 @@ class TernaryCodec:
             TypeError: another dtype.
             ValueError: words or a residual that do not fit, or a residual that shares memory.
         """
-        raw, dtype, n = _raw(x)
+        raw, dtype, n = gradient(x)
         if residual is not None:
-            residual = _checked("residual", residual, n)
+            residual = checked("residual", residual, n)
             if np.may_share_memory(residual, raw):
                 raise ValueError("x and residual share memory")
 
@@ -137,7 +136,7 @@ class TernaryCodec:
         ``key`` is a 64-bit number: the same draws for the same key, whatever the instruction set
         or the number of threads. Probabilities are multiples of 2**-24. Otherwise as ``encode``.
         """
-        raw, dtype, n = _raw(x)
+        raw, dtype, n = gradient(x)
 
         def draw(part, a, b, words):
             return kernels.ternary_draw(
@@ -155,7 +154,7 @@ class TernaryCodec:
                 kernel, raw[a * itemsize : b * itemsize], a, b,
                 words[a // self.digits : -(-b // self.digits)],
             )
-            for a, b in _ranges(n, self._block)
+            for a, b in ranges(n, self._block)
         ]  # fmt: skip
         return sum(threads.run(calls))
 
@@ -175,7 +174,7 @@ class TernaryCodec:
             PayloadError: a row is no such sum; ``out`` is then meaningless.
             ValueError: shapes that do not fit.
         """
-        out = _checked("out", out, out.size)
+        out = checked("out", out, out.size)
         if parts.dtype != np.int64 or parts.shape[1:] != (self.words(out.size),):
             raise ValueError(
                 f"{out.size} values need {self.words(out.size)} words of int64, not "
@@ -186,27 +185,10 @@ class TernaryCodec:
             words = parts[:, a // self.digits : -(-b // self.digits)]
             return kernels.ternary_decode(words, self.ranks, scale, out[a:b])
 
-        calls = [partial(decode, a, b) for a, b in _ranges(out.size, self._block)]
+        calls = [partial(decode, a, b) for a, b in ranges(out.size, self._block)]
         status = max(threads.run(calls))
         if status:
             raise PayloadError(
                 f"{parts.shape[1]} words for {out.size} values of {self.ranks} ranks hold "
                 + ("a digit after the last value" if status == 2 else "a sum that is out of range")
             )
-
-
-def _raw(x) -> Tuple[np.ndarray, int, int]:
-    """(bytes, dtype code, elements) of ``x``."""
-    x = np.asarray(x)
-    if x.dtype.name not in wire.DTYPES or not x.dtype.isnative:
-        raise TypeError(f"ternary encodes {', '.join(wire.DTYPES)}, not {x.dtype}")
-    raw = np.require(x, requirements=["C", "A"]).reshape(-1).view(np.uint8)
-    return raw, wire.DTYPES[x.dtype.name], x.size
-
-
-def _ranges(n: int, block: int) -> List[Tuple[int, int]]:
-    """Cut n elements into one range per thread, at multiples of ``block``."""
-    parts = min(threads.num_threads(), n // VALUES_PER_THREAD) or 1
-    blocks = -(-n // block)
-    cuts = [min(n, blocks * i // parts * block) for i in range(parts + 1)]
-    return list(zip(cuts, cuts[1:]))
