@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 
-
 # Name in the picture -> the recipe's options, and colour. Neutral for the ones to compare
 # with, one hue per codec, darker for what sends less.
 RUNS = {
@@ -151,7 +150,7 @@ def draw(args, measured):
             "axes.axisbelow": True,
             "grid.color": FAINT,
             "grid.linewidth": 0.8,
-            "axes.titlesize": 13,
+            "axes.titlesize": 12.5,
             "axes.titleweight": "bold",
             "axes.titlelocation": "left",
             "axes.titlepad": 12,
@@ -161,7 +160,7 @@ def draw(args, measured):
     rows = [summarize(name, results, args.mbits) for name, results in measured.items()]
     first = next(iter(measured.values()))[0]
     # In inches, from the top: title and legend, curves, bars, table, a line of notes.
-    width, left, right, gap = 10.0, 1.0, 0.25, 0.75
+    width, left, right, gap = 10.0, 1.1, 0.25, 0.75
     heights = {"head": 1.5, "curves": 3.0, "bars": 0.31 * len(rows), "table": 0.3 * (len(rows) + 1)}
     below = {"head": 0.0, "curves": 1.1, "bars": 0.35, "table": 0.5}
     height = sum(heights.values()) + sum(below.values())
@@ -230,7 +229,7 @@ def draw(args, measured):
         x,
         1 - 0.64 / height,
         f"{first['ranks']} workers, {first['steps']} steps of {settings['batch_size']} images "
-        f"each, SGD with momentum, {seeds}; same data, order and initial weights",
+        f"each, SGD with momentum, {seeds}; same data and initial weights",
         fontsize=11,
         va="center",
         color="#57606a",
