@@ -22,7 +22,9 @@ ROWS = {
     "ternary, threshold": ["--rounding", "threshold"],
     "ternary, stochastic": ["--rounding", "stochastic"],
     "ternary, stochastic, clipped": ["--rounding", "stochastic", "--clip-sigma", "2.5"],
-    "fec": [],
+    "fec, -9": ["--threshold", "-9"],
+    "fec, -7": ["--threshold", "-7"],
+    "fec, -6": ["--threshold", "-6"],
 }
 RECIPES = Path(__file__).parents[1] / "recipes"
 

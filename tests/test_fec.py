@@ -736,7 +736,9 @@ def test_config_recreates_the_codec(threshold):
     ids=["int", "big-endian", "complex", "str", "None", "list"],
 )  # fmt: skip
 def test_bad_input(x):
-    with pytest.raises(TypeError, match="a gradient is of float16 or bfloat16 or float32 or float64, not "):
+    with pytest.raises(
+        TypeError, match="a gradient is of float16 or bfloat16 or float32 or float64, not "
+    ):
         FecCodec().encode(x)
 
 

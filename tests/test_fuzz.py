@@ -268,6 +268,7 @@ def encode_everything():
                 np.testing.assert_array_equal(residual, x.astype(np.float32))
         x[: n // 2] = np.nan
         FecCodec().decode(FecCodec(0).encode(x))
+        FecCodec().encode(np.frombuffer(bytes(8 * n + 1), np.float64, offset=1))  # unaligned
 
 
 def main(number, seed):

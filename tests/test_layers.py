@@ -153,7 +153,16 @@ assert (out == np.float32(4 / 3) * np.float32([1, -2, 0])).all()
     )
 
 
-@pytest.mark.parametrize("use", ["hvd_fec.FEC(threshold=-9)", "hvd_fec.Compression.fec"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        "hvd_fec.FEC(threshold=-9)",
+        "hvd_fec.Ternary()",
+        "hvd_fec.TwoBit()",
+        "hvd_fec.Compression.fec",
+        "hvd_fec.callbacks",
+    ],
+)
 def test_compressors_without_tensorflow(use):
     result = run(f"{BLOCK}\nimport hvd_fec\n{use}")
     assert result.returncode == 1

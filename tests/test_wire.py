@@ -144,6 +144,10 @@ MALFORMED = {
         chunk(8, "", "", 0, "0101"),
         "non-finite plane is longer than 8 elements",
     ),
+    "non-finite longer by zeros": (
+        chunk(8, "", "", 0, "0100"),
+        "non-finite plane is longer than 8 elements",
+    ),
     "non-finite element": (chunk(7, "", "", 0, "80"), "non-finite plane is longer than 7 elements"),
     "non-finite literal": (
         chunk(24, "", "", 0, "0100"),
