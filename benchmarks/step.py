@@ -61,12 +61,20 @@ SETS = {
 class Floor(hvd_fec.FEC):
     """Exchanges a frame with nothing in it: what is left when compression is free and perfect."""
 
-    def _encode(self, names, arrays, probe):
-        return wire.pack_frame(probe, []), 0
+    def _build(self, ex):
+        def encode(names, *arrays):
+            frame = wire.pack_frame(ex.probe, [])
+            self._count(names, arrays, frame.nbytes + ex.token_bytes, 0)
+            return frame
 
-    def _decode(self, moved, token, names, sizes):
-        exchange.factor_of(token, wire.split_frames(moved))
-        return exchange.fresh_zeros(sizes)
+        def decode(names, gathered, token):
+            frames = wire.split_frames(gathered)
+            exchange.factor_of(token, exchange.mean_probe(frames), len(frames))
+            return ex.cast(self._buffers.zeros(ex.sizes))
+
+        frame = tf.ensure_shape(ex.on_host(encode, ex.tensors, tf.uint8), [None])
+        gathered = exchange.gather(frame, ex.name, ex.process_set)
+        return ex.on_host(decode, [gathered, ex.token], ex.dtypes)
 
 
 COMPRESSORS = {
@@ -74,6 +82,8 @@ COMPRESSORS = {
     "fp16": lambda: hvd.Compression.fp16,
     "floor": Floor,
     "fec": lambda: hvd_fec.FEC(threshold=-9),
+    "ternary": hvd_fec.Ternary,
+    "twobit": lambda: hvd_fec.TwoBit(threshold=2.0**-9),
 }
 
 
@@ -83,7 +93,8 @@ def settle(compressor, rng):
     A walk that restarts near zero whenever it leaves (-T, T) is found at r with a probability that
     falls linearly from 0 to T.
     """
-    scale = np.float32(2.0**compressor.threshold)
+    twobit = isinstance(compressor, hvd_fec.TwoBit)
+    scale = np.float32(compressor.threshold if twobit else 2.0**compressor.threshold)
     for _, residual in compressor.residuals.items():
         residual[:] = rng.triangular(-scale, 0, scale, residual.size)
 
@@ -115,16 +126,14 @@ def main():
     def make(compressor):
         @tf.function
         def reduce(tensors):
-            if not args.groups:
-                return [hvd.allreduce(t, compression=compressor, op=hvd.Average) for t in tensors]
-            size = -(-len(tensors) // args.groups)
-            return [
-                reduced
-                for i in range(0, len(tensors), size)
-                for reduced in hvd.grouped_allreduce(
-                    tensors[i : i + size], compression=compressor, op=hvd.Average
-                )
-            ]
+            if args.groups:
+                size = -(-len(tensors) // args.groups)
+                parts = [tensors[i : i + size] for i in range(0, len(tensors), size)]
+                reduced = [hvd.grouped_allreduce(p, compression=compressor) for p in parts]
+                reduced = sum(reduced, [])
+            else:
+                reduced = [hvd.allreduce(t, compression=compressor) for t in tensors]
+            return [tf.reduce_sum(t) for t in reduced]  # read, as an optimizer would
 
         return reduce
 
@@ -141,8 +150,9 @@ def main():
             slowest = float(hvd.allreduce(tf.constant(elapsed), op=hvd.Max, name="slowest"))
             if step >= 0:
                 times[name].append(slowest)
-            if step == -args.warmup and hasattr(compressors[name], "residuals"):
-                settle(compressors[name], rng)
+            if step == -args.warmup and hasattr(compressors[name], "stats"):
+                if hasattr(compressors[name], "threshold"):
+                    settle(compressors[name], rng)
                 compressors[name].stats.reset()
 
     dense = sum(4 * int(np.prod(s)) for s in shapes)

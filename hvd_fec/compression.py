@@ -43,6 +43,7 @@ class _BatchCompressor(Compressor):
         self.process_set = process_set
         self.residuals = ResidualStore()
         self._stats = Stats()
+        self._buffers = exchange.Buffers()
         self._tracing = threading.local()
         self._warned_anonymous = False
         exchange.warn_single_process()
@@ -231,7 +232,8 @@ class FEC(_BatchCompressor):
             return frame
 
         def decode(names, gathered, token):
-            results = exchange.decode_frames(gathered, token, self._codec.decode_add, ex.sizes)
+            results = self._buffers.zeros(ex.sizes)
+            exchange.decode_frames(gathered, token, self._codec.decode_add, results)
             return ex.cast(results)
 
         frame = tf.ensure_shape(ex.on_host(encode, ex.tensors, tf.uint8), [None])
@@ -259,9 +261,8 @@ class FEC(_BatchCompressor):
             try:
                 frames = wire.split_frames(received)
                 parts = [exchange.part(size, rank, ranks) for size in ex.sizes]
-                means = exchange.add_frames(
-                    frames, [p.stop - p.start for p in parts], self._codec.decode_add, 1 / ranks
-                )
+                means = self._buffers.zeros([p.stop - p.start for p in parts])
+                exchange.add_frames(frames, means, self._codec.decode_add, 1 / ranks)
             except Exception as error:  # as in _encode
                 return wire.pack_error(str(error))
             names = [name and f"{name}, mean" for name in names]
@@ -272,7 +273,7 @@ class FEC(_BatchCompressor):
         def decode(names, gathered, token):
             frames = wire.split_frames(gathered)
             factor = exchange.factor_of(token, exchange.mean_probe(frames), 1)
-            results = exchange.fresh_zeros(ex.sizes)
+            results = self._buffers.zeros(ex.sizes)
             for rank, frame in enumerate(frames):
                 parts = [out[exchange.part(out.size, rank, len(frames))] for out in results]
                 exchange.check_frame(rank, frame, [part.size for part in parts])
@@ -402,7 +403,7 @@ class _SumCompressor(_BatchCompressor):
             if parts[:, -1].any():
                 raise RuntimeError("the compressor failed on another rank: see its output")
             factor = exchange.factor_of(token, table.probe, len(table.present))
-            results = exchange.fresh_zeros(ex.sizes)
+            results = self._buffers.arrays(ex.sizes)
             for i, (scale, out) in enumerate(zip(scales, results)):
                 if scale is None:
                     out[:] = np.nan

@@ -12,7 +12,8 @@ instead, a tensor of two elements:
   Max, Product or Adasum it is something else, and the step fails instead of training on.
 """
 
-import mmap
+import sys
+import threading
 import warnings
 from itertools import accumulate
 from typing import List
@@ -26,8 +27,6 @@ from hvd_fec import wire
 _PROBE_TOLERANCE = 0.03
 """The probes' mean is at least 1/3 and at most 2/3 for any number of ranks; float16 is far finer."""
 
-_HUGE = 4 << 20
-"""Bytes from which asking for huge pages pays."""
 
 
 def probe_of(process_set) -> int:
@@ -121,18 +120,18 @@ def resolve_process_set(configured, caller):
     return configured or caller or hvd.global_process_set
 
 
-def decode_frames(gathered: np.ndarray, token: np.ndarray, decode_add, sizes):
-    """Sum of all ranks' payloads times Horovod's factor: one float32 array per payload.
+def decode_frames(gathered: np.ndarray, token: np.ndarray, decode_add, results):
+    """Sum of all ranks' payloads times Horovod's factor.
 
     Args:
         gathered: every rank's frame, uint8.
         token: the reduced token.
         decode_add: ``decode_add(payload, out, scale)`` of the codec.
-        sizes: elements of each tensor of the batch.
+        results: zeros, float32 of shape (size,) for each tensor of the batch: written into.
     """
     frames = wire.split_frames(gathered)
     factor = factor_of(token, mean_probe(frames), len(frames))
-    return add_frames(frames, sizes, decode_add, factor)
+    add_frames(frames, results, decode_add, factor)
 
 
 def mean_probe(frames) -> float:
@@ -140,18 +139,16 @@ def mean_probe(frames) -> float:
     return sum(frame.probe for frame in frames) / len(frames)
 
 
-def add_frames(frames, sizes, decode_add, factor: float) -> List[np.ndarray]:
-    """``factor`` times the sum of the frames' payloads, float32 of shape (size,) each.
+def add_frames(frames, results, decode_add, factor: float) -> None:
+    """Add ``factor`` times the frames' payloads into ``results``, float32 of shape (size,) each.
 
     Ranks are added in rank order on every rank, which makes the result the same to the last bit.
     """
     for rank, frame in enumerate(frames):
-        check_frame(rank, frame, sizes)
-    results = fresh_zeros(sizes)
+        check_frame(rank, frame, [out.size for out in results])
     for i, out in enumerate(results):
         for frame in frames:
             decode_add(frame.payloads[i], out, factor)
-    return results
 
 
 def check_frame(rank: int, frame, sizes) -> None:
@@ -186,26 +183,58 @@ def two_shot_pays(ranks: int, dense_bytes: int) -> bool:
     return saved > 125_000
 
 
-def fresh_zeros(sizes) -> List[np.ndarray]:
-    """float32 zeros, one flat array per size, in one block of memory.
+class Buffers:
+    """Memory for results, used again as soon as TensorFlow has let go of it.
 
-    TensorFlow takes them over without a copy (it wants 64-byte alignment). A large block comes
-    straight from the system in huge pages: it is zero already, and touching it costs hundreds of
-    page faults instead of tens of thousands.
+    New memory is slow: the system clears it page by page, which for a large model takes longer than
+    decoding. TensorFlow takes these arrays over without a copy (they have the 64-byte alignment that
+    it wants) and holds references to them, so a block that nobody else refers to is free.
     """
-    strides = [-(-size // 16) * 16 for size in sizes]
-    nbytes = 4 * sum(strides)
-    if nbytes >= _HUGE:
-        block = mmap.mmap(-1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            block.madvise(mmap.MADV_HUGEPAGE)
-        block = np.frombuffer(block, np.float32)
-    else:
-        raw = np.zeros(nbytes + 64, np.uint8)
-        start = -raw.ctypes.data % 64
-        block = raw[start : start + nbytes].view(np.float32)
-    starts = accumulate(strides, initial=0)
-    return [block[start : start + size] for start, size in zip(starts, sizes)]
+
+    _KEEP = 256
+    """A block that was not used for so many calls goes back to the system."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._blocks: List[np.ndarray] = []
+        self._used: List[int] = []
+        self._calls = 0
+
+    def zeros(self, sizes) -> List[np.ndarray]:
+        """As ``arrays``, filled with zeros."""
+        results = self.arrays(sizes)
+        for out in results:
+            out.fill(0)
+        return results
+
+    def arrays(self, sizes) -> List[np.ndarray]:
+        """float32 arrays of shape (size,), one per size, all in one block."""
+        strides = [-(-size // 16) * 16 for size in sizes]
+        block = self._block(sum(strides))
+        starts = accumulate(strides, initial=0)
+        return [block[start : start + size] for start, size in zip(starts, sizes)]
+
+    def _block(self, size: int) -> np.ndarray:
+        with self._lock:
+            self._calls += 1
+            for i in range(len(self._blocks)):
+                block = self._blocks[i]
+                # the list, the variable and the call itself
+                if block.size == size and sys.getrefcount(block) == 3:
+                    self._used[i] = self._calls
+                    break
+            else:
+                raw = np.empty(4 * size + 64, np.uint8)
+                start = -raw.ctypes.data % 64
+                # A view of an array refers to the array that owns the memory. With a memoryview
+                # as its owner the block is that array, and its references count its views.
+                block = np.frombuffer(memoryview(raw)[start : start + 4 * size], np.float32)
+                self._blocks.append(block)
+                self._used.append(self._calls)
+            recent = [used > self._calls - self._KEEP for used in self._used]
+            self._blocks = [b for b, keep in zip(self._blocks, recent) if keep]
+            self._used = [u for u, keep in zip(self._used, recent) if keep]
+        return block
 
 
 def warn_single_process() -> None:

@@ -1,0 +1,55 @@
+"""What of the exchange needs no second process."""
+
+import numpy as np
+import pytest
+
+exchange = pytest.importorskip("hvd_fec.exchange", exc_type=ImportError)
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+def test_buffers_are_used_again_when_they_are_free():
+    buffers = exchange.Buffers()
+    first = buffers.zeros([1000, 3, 0, 50_000])
+    assert [out.size for out in first] == [1000, 3, 0, 50_000]
+    assert all(out.dtype == np.float32 and not out.any() for out in first)
+    assert all(address(out) % 64 == 0 for out in first)
+    for out in first:
+        out.fill(7)
+    places = [address(out) for out in first]
+    second = buffers.zeros([1000, 3, 0, 50_000])  # the first are still held
+    assert not set(map(address, second)) & set(places)
+    assert all((out == 7).all() for out in first)
+    kept = first[3].reshape(50, 1000)  # one view of one array is enough to hold the block
+    del first, out
+    third = buffers.zeros([1000, 3, 0, 50_000])
+    assert not set(map(address, third)) & set(places)
+    del kept
+    fourth = buffers.zeros([1000, 3, 0, 50_000])
+    assert [address(out) for out in fourth] == places
+    assert not any(out.any() for out in fourth)
+
+
+def test_buffers_do_not_pile_up():
+    buffers = exchange.Buffers()
+    for size in range(1, 2000):
+        buffers.zeros([16 * size])
+    assert len(buffers._blocks) <= exchange.Buffers._KEEP
+
+
+def test_parts_cover_a_tensor():
+    for size in (0, 1, 7, 1000):
+        for ranks in (1, 2, 3, 8):
+            parts = [exchange.part(size, rank, ranks) for rank in range(ranks)]
+            covered = np.concatenate([np.arange(size)[p] for p in parts])
+            np.testing.assert_array_equal(covered, np.arange(size))
+            sizes = [p.stop - p.start for p in parts]
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_two_shots_pay_for_many_ranks_and_bytes():
+    assert not any(exchange.two_shot_pays(2, 4 * 10**k) for k in range(4, 12))
+    assert not exchange.two_shot_pays(4, 5_300_000) and exchange.two_shot_pays(4, 5_400_000)
+    assert not exchange.two_shot_pays(8, 1_500_000) and exchange.two_shot_pays(8, 1_600_000)
