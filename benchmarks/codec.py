@@ -47,15 +47,15 @@ def measure(size, density, threads, rounds):
     codec = FecCodec(-9)
     gradient = np.random.default_rng(0).standard_normal(size, np.float32)
     gradient *= np.float32(2.0**codec.threshold / tail(density))
-    # With every other gradient negated the residuals do not grow, so that every round keeps the same
-    # elements and nothing has to be reset between the measurements.
+    # With every other gradient negated the residuals do not grow, so that every round keeps the
+    # same elements and nothing has to be reset between the measurements.
     gradients = [gradient, -gradient] * rounds
     residual, out, total = (np.zeros_like(gradient) for _ in range(3))
     payload = codec.encode(gradient, np.zeros_like(gradient))
     times = {"add": [], "encode": [], "decode_add": []}
     for gradient in gradients:
-        times["add"].append(seconds(lambda: np.add(total, gradient, out=total)))
-        times["encode"].append(seconds(lambda: codec.encode(gradient, residual)))
+        times["add"].append(seconds(lambda g=gradient: np.add(total, g, out=total)))
+        times["encode"].append(seconds(lambda g=gradient: codec.encode(g, residual)))
         times["decode_add"].append(seconds(lambda: codec.decode_add(payload, out)))
     row = {
         "density": density,
@@ -74,12 +74,16 @@ def measure(size, density, threads, rounds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=25_000_000, help="float32 elements")
-    parser.add_argument("--rounds", type=int, default=10, help="each with a gradient and its negative")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="each with a gradient and its negative"
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--json", help="also write the rows to this file")
     args = parser.parse_args()
     print(f"{args.size} float32, kernels: {kernels.isa()}; times are ratios to the in-place add\n")
-    print("density  threads    add ms   encode                decode_add            ratio  /entropy")
+    print(
+        "density  threads    add ms   encode                decode_add            ratio  /entropy"
+    )
     rows = []
     for density in DENSITIES:
         for threads in args.threads:

@@ -3,8 +3,8 @@
     horovodrun -np 2 python benchmarks/step.py --set a --density 0.003
     benchmarks/netns.sh 1gbit -- horovodrun -np 2 python benchmarks/step.py --set a
 
-Every step reduces fresh Gaussian gradients, made outside the clock: values that repeat would pile up
-in the residuals. Residuals start as they are after many steps (see ``settle``), so that the density
+Every step reduces fresh Gaussian gradients, made outside the clock: values that repeat would pile
+up in the residuals. Residuals start as they are after many steps (see ``settle``), so that the density
 is the lasting one from the first step on; the table shows the density that was measured. All
 compressors run in one job, in turns, and are compared with ``none`` turn by turn.
 """
@@ -179,10 +179,12 @@ def main():
         )
     if hvd.rank() == 0:
         print(
-            f"set {args.set}: {len(shapes)} tensors, {dense / 4e6:.2f} M values, {hvd.size()} ranks, "
-            f"groups {args.groups}"
+            f"set {args.set}: {len(shapes)} tensors, {dense / 4e6:.2f} M values, "
+            f"{hvd.size()} ranks, groups {args.groups}"
         )
-        print("compressor    ms/step  (min - max)           MB/step   density   faster than none, fp16")
+        print(
+            "compressor    ms/step  (min - max)           MB/step   density  faster than none, fp16"
+        )
         for row in rows:
             faster = "".join(f"{v:9.2f}" for v in row["faster_than"].values())
             print(

@@ -63,7 +63,9 @@ def main():
     results = []
     for rate in args.rates:
         print(f"{' '.join(recipe)}, {args.ranks} ranks, {rate}")
-        print("compression               ms/step  than none  than fp16    ratio  accuracy  to target")
+        print(
+            "compression               ms/step  than none  than fp16    ratio  accuracy  to target"
+        )
         steps = {}
         for compression in args.compressions:
             result = train(rate, args.ranks, compression, recipe[0], recipe[1:])

@@ -118,7 +118,12 @@ class _BatchCompressor(Compressor):
     def _open_batch(self, process_set) -> "_Batch":
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         batch = getattr(self._tracing, "batch", None)
-        if batch is None or batch.closed or batch.graph is not graph or batch.process_set is not process_set:
+        if (
+            batch is None
+            or batch.closed
+            or batch.graph is not graph
+            or batch.process_set is not process_set
+        ):
             batch = self._tracing.batch = _Batch(graph, process_set, exchange.probe_of(process_set))
         return batch
 
@@ -146,7 +151,7 @@ class _BatchCompressor(Compressor):
             warnings.warn(
                 "hvd_fec cannot tell which gradient this is, so it keeps no residual for it and "
                 "what is below the threshold is lost: give eager hvd.allreduce calls a name=, use "
-                "hvd.DistributedGradientTape or hvd.DistributedOptimizer, or call from a tf.function",
+                "hvd.DistributedGradientTape or hvd.DistributedOptimizer, or a tf.function",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -198,9 +203,7 @@ class FEC(_BatchCompressor):
         exchange: str = "auto",
     ):
         if exchange not in ("auto", "allgather", "twoshot"):
-            raise ValueError(
-                f"exchange must be 'auto', 'allgather' or 'twoshot', not {exchange!r}"
-            )
+            raise ValueError(f"exchange must be 'auto', 'allgather' or 'twoshot', not {exchange!r}")
         super().__init__(error_feedback, min_size, process_set)
         self._codec = FecCodec(threshold)
         self.exchange = exchange
@@ -248,7 +251,11 @@ class FEC(_BatchCompressor):
             frames, kept = [], 0
             for rank in range(ranks):
                 frame, n = self._encode(
-                    names, flat, ex.probe, [exchange.part(a.size, rank, ranks) for a in flat], finite
+                    names,
+                    flat,
+                    ex.probe,
+                    [exchange.part(a.size, rank, ranks) for a in flat],
+                    finite,
                 )
                 frames.append(frame)
                 kept += n
@@ -638,7 +645,9 @@ def _static_name(tensor: tf.Tensor) -> str:
     if isinstance(tensor, tf.__internal__.EagerTensor):
         return f"eager/{tensor.dtype.name}/{tensor.shape}"
     graph = tensor.graph
-    while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "captures"):
+    while getattr(graph, "outer_graph", None) is not None and hasattr(
+        graph.outer_graph, "captures"
+    ):
         graph = graph.outer_graph
     variables = getattr(graph, "trainable_variables", ())
     return "/".join([tensor.name, *(v._unique_id for v in variables)])

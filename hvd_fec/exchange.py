@@ -25,8 +25,7 @@ import tensorflow as tf
 from hvd_fec import wire
 
 _PROBE_TOLERANCE = 0.03
-"""The probes' mean is at least 1/3 and at most 2/3 for any number of ranks; float16 is far finer."""
-
+"""The probes' mean lies between 1/3 and 2/3 for any number of ranks; float16 is far finer."""
 
 
 def probe_of(process_set) -> int:
@@ -87,8 +86,8 @@ def factor_of(token: np.ndarray, expected: float, ranks: int) -> float:
         )
     if abs(token[1] - expected * token[0]) > _PROBE_TOLERANCE * abs(token[0]):
         raise ValueError(
-            f"Horovod combined the token to {token.tolist()} where a linear reduction gives a ratio "
-            f"of {expected:.3f}: compressed gradients can be reduced with op=Sum or op=Average only"
+            f"Horovod combined the token to {token.tolist()} where a linear reduction gives a "
+            f"ratio of {expected:.3f}: compressed gradients can be reduced with op=Sum or op=Average only"
         )
     return float(token[0]) / ranks
 
@@ -187,8 +186,8 @@ class Buffers:
     """Memory for results, used again as soon as TensorFlow has let go of it.
 
     New memory is slow: the system clears it page by page, which for a large model takes longer than
-    decoding. TensorFlow takes these arrays over without a copy (they have the 64-byte alignment that
-    it wants) and holds references to them, so a block that nobody else refers to is free.
+    decoding. TensorFlow takes these arrays over without a copy (they have the alignment of 64 bytes
+    that it wants) and holds references to them, so a block that nobody else refers to is free.
     """
 
     _KEEP = 256

@@ -74,7 +74,15 @@ def main():
     source = common.InMemory(dataset, args)
     # A training as short as this one needs no decay.
     optimizer = common.sgd(args, source.steps, decay=False)
-    common.train(model, optimizer, source, args, recipe="mnist", settings={"model": args.model}, origin=origin)
+    common.train(
+        model,
+        optimizer,
+        source,
+        args,
+        recipe="mnist",
+        settings={"model": args.model},
+        origin=origin,
+    )
 
 
 if __name__ == "__main__":

@@ -31,5 +31,7 @@ def horovodrun(ranks, *command, timeout=240, **env):
 
 @pytest.mark.parametrize("name, ranks", [("fec", 2), ("fec", 3), ("callbacks", 3)])
 def test_exchange(name, ranks):
-    output = horovodrun(ranks, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/parallel/{name}.py")
+    output = horovodrun(
+        ranks, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/parallel/{name}.py"
+    )
     assert output.count(" passed") == ranks, output[-8000:]

@@ -402,5 +402,3 @@ def test_hostile_tables():
             tables.read(rng.integers(-(2**63), 2**63 - 1, 6), 2, 2)
         except (PayloadError, RuntimeError):
             pass
-
-

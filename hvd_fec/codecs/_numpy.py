@@ -102,9 +102,7 @@ def fec_encode(x, dtype, residual, threshold, codes, signs, table):
     for chunk, start in enumerate(range(0, x.size, CHUNK)):
         part = slice(start, start + CHUNK)
         with np.errstate(over="ignore", invalid="ignore"):
-            quantised = _quantise(
-                x[part], None if residual is None else residual[part], threshold
-            )
+            quantised = _quantise(x[part], None if residual is None else residual[part], threshold)
         nibbles = np.append(quantised & 15, np.zeros(quantised.size % 2, np.uint8))
         plane = nibbles[0::2] | nibbles[1::2] << 4
         bits = (quantised >> 4)[quantised > 0]

@@ -139,9 +139,7 @@ class TernaryCodec:
         raw, dtype, n = gradient(x)
 
         def draw(part, a, b, words):
-            return kernels.ternary_draw(
-                part, dtype, step, a & 0xFFFFFFFF, key, self.ranks, words
-            )
+            return kernels.ternary_draw(part, dtype, step, a & 0xFFFFFFFF, key, self.ranks, words)
 
         return self._pack(draw, raw, n, words)
 

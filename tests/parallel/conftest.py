@@ -1,4 +1,4 @@
-"""Every rank of a horovodrun job runs pytest over one file of this folder (see test_parallel.py)."""
+"""Every rank of a horovodrun job runs pytest over a file of this folder (see test_parallel.py)."""
 
 import os
 

@@ -73,9 +73,7 @@ def test_linear_ops(kwargs, factor, dtype):
     rtol = {2: 5e-3, 4: 1e-6, 8: 1e-6}[dtype.size] * (4 if dtype == tf.bfloat16 else 1)
     mine = [gradient(r, 0).astype(dtype.as_numpy_dtype) for r in range(SIZE)]
     wanted = Expected(factor).step(mine)
-    reduce = tf.function(
-        lambda x: hvd.allreduce(x, compression=hvd_fec.FEC(T), name="g", **kwargs)
-    )
+    reduce = tf.function(lambda x: hvd.allreduce(x, compression=hvd_fec.FEC(T), name="g", **kwargs))
     for result in (
         hvd.allreduce(tf.constant(mine[RANK]), compression=hvd_fec.FEC(T), name="g", **kwargs),
         reduce(tf.constant(mine[RANK])),
@@ -108,9 +106,11 @@ def test_group_shares_one_exchange(graph):
     assert compressor.stats.steps == 3
     assert len(compressor.residuals) == 3
     if graph:
-        nodes = reduce.get_concrete_function(
-            [tf.TensorSpec(s, tf.float32) for s in shapes]
-        ).graph.as_graph_def().node
+        nodes = (
+            reduce.get_concrete_function([tf.TensorSpec(s, tf.float32) for s in shapes])
+            .graph.as_graph_def()
+            .node
+        )
         assert sum(n.op == "HorovodAllgather" for n in nodes) == 1
 
 
@@ -337,7 +337,9 @@ class Linear(keras.Model):
         return tf.reduce_sum(w * x, [1, 2]) + tf.reduce_sum(b) * x[:, 0, 0]
 
 
-def linear_model(loss_scale=False, run_eagerly=False, dtype=None, legacy=False, threshold=T, **kwargs):
+def linear_model(
+    loss_scale=False, run_eagerly=False, dtype=None, legacy=False, threshold=T, **kwargs
+):
     model = Linear(dtype)
     compressor = kwargs.pop("compression", None) or hvd_fec.FEC(threshold)
     sgd = keras.optimizers.legacy.SGD if legacy else keras.optimizers.SGD
@@ -469,9 +471,7 @@ def test_retrace_keeps_the_residual():
 
     for step in range(4):  # another batch size each time: four traces
         mine = np.concatenate([gradient(RANK, step)[None], np.zeros((step, *SHAPE), np.float32)])
-        close(
-            step_fn(tf.constant(mine)), expected.step([gradient(r, step) for r in range(SIZE)])
-        )
+        close(step_fn(tf.constant(mine)), expected.step([gradient(r, step) for r in range(SIZE)]))
     assert step_fn.experimental_get_tracing_count() == 4
     assert len(compressor.residuals) == 1
     assert compressor.stats.steps == 4
@@ -481,7 +481,11 @@ def test_embedding_gradients_are_sparse_unless_asked_otherwise():
     for sparse_as_dense, compressed in ((False, 0), (True, 1)):
         compressor = hvd_fec.FEC(T)
         model = keras.Sequential(
-            [keras.layers.Embedding(500, 8, input_length=4), keras.layers.Flatten(), keras.layers.Dense(1)]
+            [
+                keras.layers.Embedding(500, 8, input_length=4),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1),
+            ]
         )
         opt = hvd_keras.DistributedOptimizer(
             keras.optimizers.SGD(0.1), compression=compressor, sparse_as_dense=sparse_as_dense

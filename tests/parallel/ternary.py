@@ -252,9 +252,7 @@ def test_what_is_not_finite_spoils_one_step_of_one_tensor(make, bad):
     results = reduce(tf.constant(broken), tf.constant(gradient(RANK, 1)))
     assert np.isnan(results[0]).all() and np.isfinite(results[1]).all()
     changed = [
-        name
-        for name, residual in compressor.residuals.items()
-        if (residual != before[name]).any()
+        name for name, residual in compressor.residuals.items() if (residual != before[name]).any()
     ]
     assert len(changed) == 1
     results = reduce(tf.constant(gradient(RANK, 2)), tf.constant(gradient(RANK, 2)))
