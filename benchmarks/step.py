@@ -4,9 +4,9 @@
     benchmarks/netns.sh 1gbit -- horovodrun -np 2 python benchmarks/step.py --set a
 
 Every step reduces fresh Gaussian gradients, made outside the clock: values that repeat would pile
-up in the residuals. Residuals start as they are after many steps (see ``settle``), so that the density
-is the lasting one from the first step on; the table shows the density that was measured. All
-compressors run in one job, in turns, and are compared with ``none`` turn by turn.
+up in the residuals. Residuals start as they are after many steps (see ``settle``), so that the
+density is the lasting one from the first step on; the table shows the density that was measured.
+All compressors run in one job, in turns, and are compared with ``none`` turn by turn.
 """
 
 import argparse

@@ -87,7 +87,8 @@ def factor_of(token: np.ndarray, expected: float, ranks: int) -> float:
     if abs(token[1] - expected * token[0]) > _PROBE_TOLERANCE * abs(token[0]):
         raise ValueError(
             f"Horovod combined the token to {token.tolist()} where a linear reduction gives a "
-            f"ratio of {expected:.3f}: compressed gradients can be reduced with op=Sum or op=Average only"
+            f"ratio of {expected:.3f}: compressed gradients can be reduced with op=Sum or "
+            "op=Average only"
         )
     return float(token[0]) / ranks
 

@@ -59,7 +59,7 @@ def option_parser(description, *, epochs, batch_size, lr, warmup_epochs=0):
     add(
         "--rounding",
         choices=("threshold", "stochastic"),
-        default="stochastic",
+        default="threshold",
         help="ternary: which values become -1, 0 or 1",
     )
     add("--sparsity", type=float, default=0.25, help="ternary, threshold: scale over peak")
