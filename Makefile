@@ -40,7 +40,7 @@ help: ## Show this
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(HOROVOD) $(EXTENSION) ## Train on two processes; DATA_DIR=folder to use MNIST files
-	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/horovodrun -np 2 $(BIN)/python recipes/mnist.py --compression fec --epochs 2$(if $(DATA_DIR), --data-dir '$(DATA_DIR)')
+	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/horovodrun -np 2 $(BIN)/python recipes/mnist.py --compression fec --threshold -6 --epochs 2$(if $(DATA_DIR), --data-dir '$(DATA_DIR)')
 
 test: $(HOROVOD) $(EXTENSION) $(TOOLS) ## Run the tests; PYTEST_ARGS=... goes to pytest
 	$(strip $(BIN)/python -m pytest $(PYTEST_ARGS))

@@ -3,12 +3,13 @@
 import hashlib
 import itertools
 import math
+import os
 import re
 import threading
 import warnings
 import weakref
 from collections import defaultdict
-from numbers import Real
+from numbers import Integral, Real
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import horovod.tensorflow as hvd
@@ -36,7 +37,7 @@ class _BatchCompressor(Compressor):
     """
 
     def __init__(self, error_feedback: bool, min_size: int, process_set):
-        if int(min_size) != min_size or min_size < 0:
+        if not isinstance(min_size, Integral) or isinstance(min_size, bool) or min_size < 0:
             raise ValueError(f"min_size must be a non-negative integer, not {min_size!r}")
         self.error_feedback = bool(error_feedback)
         self.min_size = int(min_size)
@@ -77,8 +78,12 @@ class _BatchCompressor(Compressor):
     # ---- Horovod's side: called while a graph is built, or eagerly ------------------------------
 
     @tf.autograph.experimental.do_not_convert
-    def compress(self, tensor):
+    def compress(self, tensor=None):
         """Take ``tensor`` into the open batch and hand Horovod a token in its place."""
+        if not isinstance(self, _BatchCompressor):  # Horovod's own compressors are classes
+            raise TypeError(
+                "give Horovod an instance, as in compression=hvd_fec.FEC(), not a class"
+            )
         site = callsite.find(self, tensor)
         tensor = tf.convert_to_tensor(tensor)
         if site.variable is not None and not tensor.shape.is_fully_defined():
@@ -143,7 +148,7 @@ class _BatchCompressor(Compressor):
         if handle is not None:
             return _Key(handle, None)
         if not tf.executing_eagerly():
-            return _Key(None, _static_name(entry.tensor))
+            return _Key(None, f"{entry.site.name}/{index}/{_static_name(entry.tensor)}")
         if entry.site.name is not None:
             return _Key(None, f"{entry.site.name}/{index}")
         if self.error_feedback and not self._warned_anonymous:
@@ -224,9 +229,10 @@ class FEC(_BatchCompressor):
 
     def _build(self, ex):
         ranks = ex.process_set.size() if ex.process_set.included() else 1
-        if self.exchange == "twoshot" or (
-            self.exchange == "auto" and exchange.two_shot_pays(ranks, 4 * sum(ex.sizes))
-        ):
+        # The graph outlives a change of an elastic job's size, and must be the same on all ranks.
+        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        pays = not elastic and exchange.two_shot_pays(ranks, 4 * sum(ex.sizes))
+        if self.exchange == "twoshot" or (self.exchange == "auto" and pays):
             return self._build_two_shot(ex)
 
         def encode(names, *arrays):
@@ -247,16 +253,15 @@ class FEC(_BatchCompressor):
         def scatter(names, *arrays):
             ranks = ex.process_set.size()
             flat = [array.reshape(-1) for array in arrays]
-            finite = [self._codec.is_finite(array) for array in flat]
+            try:
+                # A value that is not finite must leave the whole residual alone, not one slice.
+                finite = [self._codec.is_finite(array) for array in flat]
+            except Exception as error:  # as in _encode
+                finite = error
             frames, kept = [], 0
             for rank in range(ranks):
-                frame, n = self._encode(
-                    names,
-                    flat,
-                    ex.probe,
-                    [exchange.part(a.size, rank, ranks) for a in flat],
-                    finite,
-                )
+                parts = [exchange.part(array.size, rank, ranks) for array in flat]
+                frame, n = self._encode(names, flat, ex.probe, parts, finite)
                 frames.append(frame)
                 kept += n
             sent = sum(frame.nbytes for frame in frames)
@@ -272,7 +277,7 @@ class FEC(_BatchCompressor):
                 exchange.add_frames(frames, means, self._codec.decode_add, 1 / ranks)
             except Exception as error:  # as in _encode
                 return wire.pack_error(str(error))
-            names = [name and f"{name}, mean" for name in names]
+            names = [name and f"{name}, mean of {rank}/{ranks}" for name in names]
             frame, _ = self._encode(names, means, ex.probe)
             self._stats.add_sent(frame.nbytes)
             return frame
@@ -290,17 +295,19 @@ class FEC(_BatchCompressor):
 
         frames, splits = ex.on_host(scatter, ex.tensors, [tf.uint8, tf.int32])
         frames, splits = tf.ensure_shape(frames, [None]), tf.ensure_shape(splits, [None])
-        received = exchange.scatter(frames, splits, f"{ex.name}_scatter", ex.process_set)
+        received = exchange.scatter(frames, splits, ex.name, ex.process_set)
         frame = tf.ensure_shape(ex.on_host(average, [received], tf.uint8), [None])
         gathered = exchange.gather(frame, f"{ex.name}_gather", ex.process_set)
         return ex.on_host(decode, [gathered, ex.token], ex.dtypes)
 
     def _encode(self, names, arrays, probe, parts=None, finite=None) -> Tuple[np.ndarray, int]:
         """This rank's frame, and how many values it keeps: of ``arrays``, or of ``parts`` of them,
-        where ``finite`` says whether the whole array is."""
+        where ``finite`` says of each whether all of it is finite, or why that is unknown."""
         parts = parts or [slice(None)] * len(arrays)
         finite = finite or [True] * len(arrays)
         try:
+            if isinstance(finite, Exception):
+                raise finite
             payloads = [self._encode_one(*a) for a in zip(names, arrays, parts, finite)]
         except Exception as error:  # every rank must hear of it, or they wait here forever
             return wire.pack_error(f"{type(error).__name__}: {error}"), 0
@@ -308,10 +315,11 @@ class FEC(_BatchCompressor):
         return wire.pack_frame(probe, payloads), kept
 
     def _encode_one(self, name, array, part, finite) -> np.ndarray:
+        flat = array.reshape(-1)[part]
         if not self.error_feedback or name is None or not finite:
-            return self._codec.encode(array.reshape(-1)[part])
+            return self._codec.encode(flat)
         with self.residuals.use(name, array.size) as residual:
-            return self._codec.encode(array.reshape(-1)[part], residual[part])
+            return self._codec.encode(flat, residual[part])
 
 
 class _SumCompressor(_BatchCompressor):
@@ -331,8 +339,8 @@ class _SumCompressor(_BatchCompressor):
         super().reset()
         self._step_of.clear()
 
-    def _choose(self, surveys: List[Survey]) -> "_Scale":
-        """The scale of a tensor whose present ranks report ``surveys``, all of them finite."""
+    def _choose(self, survey: Survey) -> "_Scale":
+        """The scale of a tensor that looks like this over all ranks, and is finite."""
         raise NotImplementedError
 
     def _pack(self, codec, array, scale, words, name, seed) -> int:
@@ -348,11 +356,11 @@ class _SumCompressor(_BatchCompressor):
         with self.residuals.use(name, array.size) as residual:
             return survey(array, residual)
 
-    def _scale(self, surveys: List[Survey]) -> Optional["_Scale"]:
+    def _scale(self, survey: Survey) -> Optional["_Scale"]:
         """None where a rank has values that are not finite."""
-        if not all(math.isfinite(s.peak) and math.isfinite(s.rms) for s in surveys):
+        if not (math.isfinite(survey.peak) and math.isfinite(survey.rms)):
             return None
-        return self._choose(surveys)
+        return self._choose(survey)
 
     @staticmethod
     def _gathers(table) -> bool:
@@ -366,6 +374,7 @@ class _SumCompressor(_BatchCompressor):
 
         def look(names, *arrays):
             rank, ranks = ex.process_set.rank(), ex.process_set.size()
+            failure.clear()  # of a step whose collectives failed
             try:
                 surveys = [self._survey(name, array) for name, array in zip(names, arrays)]
             except Exception as error:  # raised by encode, when all ranks know
@@ -419,7 +428,7 @@ class _SumCompressor(_BatchCompressor):
             return ex.cast(results)
 
         mine = tf.ensure_shape(ex.on_host(look, ex.tensors, tf.int64), [None])
-        table = exchange.add_up(mine, f"{ex.name}_survey", ex.process_set)
+        table = exchange.add_up(mine, ex.name, ex.process_set)
         words, gathered = ex.on_host(encode, [table, *ex.tensors], [tf.int64, tf.bool])
         words = tf.ensure_shape(words, [None])
         moved = tf.cond(
@@ -508,13 +517,12 @@ class Ternary(_SumCompressor):
             "min_size": self.min_size,
         }
 
-    def _choose(self, surveys):
-        step = max(s.peak for s in surveys)
+    def _choose(self, survey):
+        step = survey.peak
         if self.rounding == "threshold":
             step *= self.sparsity
         elif self.clip_sigma is not None:
-            rms = math.sqrt(sum(s.rms**2 for s in surveys) / len(surveys))
-            step = min(step, self.clip_sigma * rms)
+            step = min(step, self.clip_sigma * survey.rms)
         if step < _SMALLEST_STEP:
             return _NOTHING
         step = float(np.float32(min(step, _LARGEST_STEP)))
@@ -557,7 +565,7 @@ class TwoBit(_SumCompressor):
         """The settings, without the process set."""
         return {"threshold": self.threshold, "min_size": self.min_size}
 
-    def _choose(self, surveys):
+    def _choose(self, survey):
         return _Scale(self.threshold, self.threshold)
 
 
@@ -598,6 +606,9 @@ class _Exchange:
         self.label = self.name or "/".join(str(key.static) for key in keys)
         """The same in every run of a program: what random numbers may depend on."""
         self._keys = keys
+        # A host call on constant tensors would itself be constant: folded away, and run once for
+        # all steps. TensorFlow takes nothing random for constant, however little of it there is.
+        self._changing = tf.raw_ops.RandomUniform(shape=[0], dtype=tf.float32, seed=1, seed2=1)
         # Which variables these are is only known when the graph runs: Horovod's own function
         # takes them as arguments, and two optimizers may share it.
         handles = [key.handle for key in keys if key.handle is not None]
@@ -607,11 +618,12 @@ class _Exchange:
         """``function(names, *inputs)``, run in NumPy whenever the graph runs. ``names`` identify
         the tensors from step to step and are None where unknown."""
 
-        def call(handle_names, *arrays):
+        def call(handle_names, _, *arrays):
             return function(_resolve(self._keys, handle_names), *arrays)
 
         # Stateless, or TensorFlow would run all exchanges of a step one after the other.
-        results = tf.numpy_function(call, [self._handle_names, *inputs], dtypes, stateful=False)
+        inputs = [self._handle_names, self._changing, *inputs]
+        results = tf.numpy_function(call, inputs, dtypes, stateful=False)
         if isinstance(dtypes, list) and isinstance(results, tf.Tensor):
             return [results]  # eagerly, a list of one comes back bare
         return results
@@ -640,16 +652,18 @@ def _resolve(keys: List[_Key], handle_names) -> List[Optional[str]]:
 
 def _static_name(tensor: tf.Tensor) -> str:
     """A name for a tensor that stays the same when its function is traced again, and differs
-    between functions that train different variables."""
+    between functions, and between those that train different variables."""
+    kind = f"{tensor.dtype.name}{tensor.shape}"
     if isinstance(tensor, tf.__internal__.EagerTensor):
-        return f"eager/{tensor.dtype.name}/{tensor.shape}"
+        return f"eager/{kind}"
     graph = tensor.graph
     while getattr(graph, "outer_graph", None) is not None and hasattr(
         graph.outer_graph, "captures"
     ):
         graph = graph.outer_graph
     variables = getattr(graph, "trainable_variables", ())
-    return "/".join([tensor.name, *(v._unique_id for v in variables)])
+    name = getattr(graph, "name", "")
+    return "/".join([name, tensor.name, kind, *(v._unique_id for v in variables)])
 
 
 def _collective_name(entries: List[_Entry]) -> str:

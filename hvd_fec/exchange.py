@@ -79,10 +79,15 @@ def factor_of(token: np.ndarray, expected: float, ranks: int) -> float:
         ValueError: the token did not come through a linear reduction over these ranks.
     """
     token = np.asarray(token, np.float64)
-    if token.shape != (2,) or not np.isfinite(token).all():
+    if token.shape != (2,):
         raise ValueError(
-            f"Horovod returned {token!r} for a token of two finite elements: only allreduce and "
-            "grouped_allreduce can carry compressed gradients, with finite scale factors"
+            f"Horovod returned {token.size} elements for a token of 2: only allreduce and "
+            "grouped_allreduce can carry compressed gradients"
+        )
+    if not np.isfinite(token).all() or token[0] == 0:
+        raise ValueError(
+            f"Horovod scaled the token to {token.tolist()}: pre- and postscale factors must "
+            "neither vanish nor overflow in the gradient's dtype"
         )
     if abs(token[1] - expected * token[0]) > _PROBE_TOLERANCE * abs(token[0]):
         raise ValueError(

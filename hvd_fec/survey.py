@@ -2,8 +2,8 @@
 
 A table of int64, one row per rank of the process set, that travels as a sum: every rank fills its
 own row and leaves the others zero, so the sum has all of them. A sum, unlike an allgather, still
-works when a rank has called ``hvd.join``; the row of such a rank is zero. ``docs/wire-format-
-ternary.md`` has the layout.
+works when a rank has called ``hvd.join``; the row of such a rank is zero. ``docs/wire-format.md``
+has the layout.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ class Table(NamedTuple):
     """The ranks that take part in this exchange, in order."""
     probe: float
     """Mean of their probes (see ``exchange.py``)."""
-    surveys: List[List[Survey]]
-    """By tensor, then by present rank."""
+    surveys: List[Survey]
+    """By tensor, over all present ranks: the largest peak, the root of the mean square."""
 
     @property
     def complete(self) -> bool:
@@ -90,6 +90,12 @@ def read(table, ranks: int, tensors: int) -> Table:
             )
     # (row, tensor, peak and rms)
     values = np.ascontiguousarray(table[present, 1:]).view(np.float32)
-    values = values.reshape(len(present), tensors, 2).astype(np.float64)
-    surveys = [[Survey(*pair) for pair in values[:, t].tolist()] for t in range(tensors)]
+    with np.errstate(all="ignore"):
+        values = values.reshape(len(present), tensors, 2).astype(np.float64)
+        squares = np.zeros(tensors)
+        for rms in values[..., 1]:  # in rank order, for the same bits on all ranks
+            squares += rms * rms
+        rms = np.sqrt(squares / len(present))
+        peaks = values[..., 0].max(axis=0)
+    surveys = [Survey(*pair) for pair in zip(peaks.tolist(), rms.tolist())]
     return Table(ranks, present, float((heads[present] & 1).mean()), surveys)

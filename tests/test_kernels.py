@@ -342,6 +342,22 @@ def test_runs_of_exact_lengths(kernels):
             assert len(stream) >= plane.size
 
 
+@compiled
+@pytest.mark.parametrize("run", RUNS)
+def test_code_runs_of_exact_lengths(kernels, run):
+    """Among so many values that no kernel takes them one by one; in either nibble, and in both."""
+    for nibbles in [0], [1], [0, 1]:
+        plane = np.zeros((40, run + 1, 2), np.float32)
+        plane[:, run, nibbles] = 1
+        x = plane.reshape(-1)[: CHUNK - 1]
+        result = as_bytes(encode(kernels, x, 3, None, 0))
+        assert result == as_bytes(encode(_numpy, x, 3, None, 0))
+        out = np.zeros(x.size, np.float32)
+        codes, signs, table = (np.frombuffer(part, np.uint8) for part in result[:3])
+        kernels.fec_decode_add(codes, signs, table.view(np.uint16), 0, 0.75, out)
+        np.testing.assert_array_equal(out, x)
+
+
 def length(dense, size):
     """Bytes of the stream for a plane of dense bytes that are set, zeros, and one more byte."""
     return 2 * dense + (size - dense - 1) // 255 + 2

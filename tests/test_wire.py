@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_fec import PayloadError, wire
@@ -219,6 +219,7 @@ def test_trailing_bytes(extra):
 
 
 @given(st.lists(st.integers(0, 60), max_size=6))
+@settings(deadline=None)
 def test_concatenated_payloads_split_again(sizes):
     payloads = [FecCodec(-3).encode(np.arange(n, dtype=np.float32)) for n in sizes]
     joined = b"".join(as_list(payloads))
@@ -308,6 +309,7 @@ def test_frame_sizes():
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 300), max_size=4)), max_size=4)
 )
+@settings(deadline=None)
 def test_frames_split_again(ranks):
     ranks = [
         (probe, [FecCodec(-9).encode(np.arange(n, dtype=np.float32)) for n in sizes])

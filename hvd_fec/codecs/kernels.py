@@ -27,6 +27,9 @@ def _choose():
         )
         return _numpy
     if wanted:
+        if wanted not in _kernels.available():
+            names = ", ".join(["numpy", *_kernels.available()])
+            raise ValueError(f"HVD_FEC_ISA must be one of {names} here, not {wanted!r}")
         _kernels.use(wanted)
     return _kernels
 

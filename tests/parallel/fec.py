@@ -314,10 +314,43 @@ def test_a_rank_that_cannot_encode_stops_all_ranks_with_its_reason(monkeypatch, 
         def fail(*args):
             raise MemoryError("no room for the payload")
 
-        monkeypatch.setattr(compressor._codec, "encode", fail)
+        step = "encode" if exchange == "allgather" else "is_finite"
+        monkeypatch.setattr(compressor._codec, step, fail)
     reduce = tf.function(lambda x: hvd.allreduce(x, compression=compressor))
     with pytest.raises(Exception, match=rf"rank {SIZE - 1}: MemoryError: no room"):
         reduce(tf.constant(gradient(RANK, 0)))
+
+
+def test_ranks_with_different_exchanges_are_told_so():
+    compressor = hvd_fec.FEC(T, exchange="twoshot" if RANK == 0 else "allgather")
+    reduce = tf.function(lambda x: hvd.allreduce(x, compression=compressor))
+    with pytest.raises(tf.errors.OpError, match="Mismatched"):
+        reduce(tf.constant(gradient(RANK, 0)))
+
+
+def test_factors_beyond_the_dtype_are_refused():
+    x = tf.constant(gradient(RANK, 0).astype(np.float16))
+    for factor in (1e-9, 1e9):
+        with pytest.raises((ValueError, tf.errors.OpError), match="neither vanish nor overflow"):
+            hvd.allreduce(x, compression=hvd_fec.FEC(T), op=hvd.Sum, postscale_factor=factor)
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "twoshot"])
+def test_constant_gradients_are_exchanged_every_step(exchange):
+    compressor = hvd_fec.FEC(T, exchange=exchange)
+    everyone = [np.full(SHAPE, 2.0 ** (T - 2), np.float32)] * SIZE
+
+    @tf.function
+    def reduce():
+        return hvd.allreduce(tf.constant(everyone[RANK]), compression=compressor, op=hvd.Sum)
+
+    expected = ExpectedTwoShot(SIZE) if exchange == "twoshot" else Expected(1.0)
+    sums = []
+    for _ in range(6):
+        sums.append(float(tf.reduce_sum(reduce())))
+        close(sums[-1], expected.step(everyone).sum(), 1e-5)
+    assert compressor.stats.steps == 6
+    assert 0 in sums and any(sums)
 
 
 # ---- optimizers and tapes ----------------------------------------------------------------------
@@ -456,6 +489,30 @@ def test_equal_compressors_do_not_share_residuals():
                 tape.gradient(loss, [v])[0],
                 expected[i].step([gradient(r, step, stream=i) for r in range(SIZE)]),
             )
+
+
+def test_named_and_unnamed_functions_do_not_share_residuals():
+    compressor = hvd_fec.FEC(T)
+
+    def make(name):
+        def reduce(x):
+            return hvd.allreduce(x, compression=compressor, op=hvd.Sum, name=name)
+
+        reduce.__name__ = f"reduce_{name}"
+        return tf.function(reduce)
+
+    functions = [make("a"), make("b"), make(None)]
+    expected = [Expected(1.0) for _ in functions]
+    for step in range(3):
+        for i, (reduce, wanted) in enumerate(zip(functions, expected)):
+            everyone = [gradient(r, step, stream=i) for r in range(SIZE)]
+            close(reduce(tf.constant(everyone[RANK])), wanted.step(everyone))
+    assert len(compressor.residuals) == 3
+
+
+def test_the_class_is_not_an_instance():
+    with pytest.raises(TypeError, match="an instance"):
+        hvd.allreduce(tf.constant(gradient(RANK, 0)), compression=hvd_fec.FEC)
 
 
 def test_retrace_keeps_the_residual():
