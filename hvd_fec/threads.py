@@ -1,7 +1,7 @@
 """A small bounded thread pool for kernels that run without the GIL."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Callable, Optional, Sequence
 
 _pool: Optional[ThreadPoolExecutor] = None
@@ -34,7 +34,10 @@ def run(calls: Sequence[Callable[[], object]]) -> list:
         # An outgrown pool ends its idle threads by itself once nobody holds it.
         _pool = ThreadPoolExecutor(len(calls) - 1, thread_name_prefix="hvd_fec")
     futures = [_pool.submit(call) for call in calls[1:]]
-    first = calls[0]()
+    try:
+        first = calls[0]()
+    finally:
+        wait(futures)  # whatever happens, nobody is left writing into the caller's arrays
     return [first] + [future.result() for future in futures]
 
 

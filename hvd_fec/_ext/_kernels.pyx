@@ -79,7 +79,7 @@ cdef size_t _elements(const uint8_t[::1] x, int dtype) except? 0:
 
 
 cdef size_t _chunks(size_t n):
-    return (n + FEC_CHUNK - 1) // FEC_CHUNK
+    return n // FEC_CHUNK + (n % FEC_CHUNK != 0)
 
 
 def all_finite(const uint8_t[::1] x, int dtype):

@@ -86,7 +86,7 @@ typedef struct {
 const kernel_set *kernels_available(size_t i);
 
 /* TensorFlow's threads flush denormals to zero. The codecs promise the same bytes everywhere, so
- * each entry point computes in the default floating-point mode and puts the caller's back. */
+ * each entry point computes with denormals and puts the caller's back. */
 unsigned kernels_enter(void);
 void kernels_leave(unsigned mode);
 

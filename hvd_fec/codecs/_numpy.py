@@ -1,6 +1,7 @@
 """NumPy twins of the compiled kernels: the oracle of the tests, and the fallback.
 
-Same names, arguments, results and bytes as ``hvd_fec/_ext/_kernels.pyx``.
+Same names, arguments, results and bytes as ``hvd_fec/_ext/_kernels.pyx``, except in a thread that
+flushes denormals to zero, as TensorFlow's do: the compiled kernels switch that off, NumPy cannot.
 """
 
 import numpy as np
