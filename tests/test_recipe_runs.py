@@ -25,6 +25,24 @@ def summary(output):
 # --- under horovodrun ---
 
 
+@pytest.mark.parametrize(
+    "options, ratio",
+    [(["fec", "--threshold", -7], 16.3), (["ternary"], 15)],
+    ids=["fec", "ternary"],
+)
+def test_mnist_learns(options, ratio):
+    """On scikit-learn's digits, where uncompressed training reaches 0.90 to 0.93."""
+    output = horovodrun(
+        2,
+        *("recipes/mnist.py", "--epochs", 10, "--compression", *options),
+        HVD_FEC_DATA_DIR="",
+    )
+    result = summary(output)
+    assert result["data"] == "digits" and result["steps"] == 110
+    assert result["test_accuracy"] >= 0.87
+    assert result["ratio"] >= ratio
+
+
 def test_cifar(tmp_path):
     imagesets.write_cifar(tmp_path, "cifar100", "python", per_file=96)
     output = horovodrun(
