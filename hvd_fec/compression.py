@@ -8,6 +8,7 @@ import re
 import threading
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from numbers import Integral, Real
 from typing import Dict, List, NamedTuple, Optional, Tuple
@@ -27,7 +28,7 @@ from hvd_fec.survey import failed_row, fingerprint, read, row
 _COMPRESSED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
-class _BatchCompressor(Compressor):
+class _BatchCompressor(Compressor, ABC):
     """What all compressors share: which tensors are compressed, which of them share an exchange,
     and where their state is. A subclass says what the bytes are and how they travel.
 
@@ -51,13 +52,13 @@ class _BatchCompressor(Compressor):
 
     # ---- for subclasses -------------------------------------------------------------------------
 
+    @abstractmethod
     def get_config(self) -> dict:
         """The settings, without the process set."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _build(self, ex: "_Exchange") -> List[tf.Tensor]:
         """Build the graph of one exchange; returns the reduced tensors, flat."""
-        raise NotImplementedError
 
     # ---- the public face ------------------------------------------------------------------------
 
@@ -339,9 +340,9 @@ class _SumCompressor(_BatchCompressor):
         super().reset()
         self._step_of.clear()
 
+    @abstractmethod
     def _choose(self, survey: Survey) -> "_Scale":
         """The scale of a tensor that looks like this over all ranks, and is finite."""
-        raise NotImplementedError
 
     def _pack(self, codec, array, scale, words, name, seed) -> int:
         """Pack one tensor into ``words``; returns how many values are not zero."""

@@ -45,7 +45,9 @@ class Expected:
 
 
 def close(actual, wanted, rtol=1e-6):
-    np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, rtol=rtol, atol=1e-12)
+    # Terms of about 2**T may cancel, and leave the rounding of each.
+    actual = np.asarray(actual, np.float64)
+    np.testing.assert_allclose(actual, wanted, rtol=rtol, atol=rtol * 2.0**T)
 
 
 def same_everywhere(*arrays, process_set=hvd.global_process_set):
