@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 
 # TensorFlow reads this when it is imported; its start-up notes, once per rank,
 # would bury the report. A value set by the user wins.
@@ -192,7 +193,7 @@ def load_on_root(load):
 # --- Data -------------------------------------------------------------------
 
 
-class Source:
+class Source(ABC):
     """What a recipe trains and tests on. A subclass says how examples become tensors.
 
     `labels` and `test_labels` are those of all examples, `features` [n, f] are
@@ -235,13 +236,13 @@ class Source:
         checked = batches.apply(tf.data.experimental.assert_cardinality(self.steps - first))
         return checked.prefetch(2)
 
+    @abstractmethod
     def training(self, order, seed, first):
         """Batches (images, labels) of the examples order[first:], [steps, batch], augmented."""
-        raise NotImplementedError
 
+    @abstractmethod
     def testing(self):
         """Batches of images, those of `test_indices`."""
-        raise NotImplementedError
 
 
 class InMemory(Source):
