@@ -3,17 +3,17 @@
     import horovod.tensorflow.keras as hvd, hvd_fec
     opt = hvd.DistributedOptimizer(opt, compression=hvd_fec.FEC())
 
-The codecs and the sharding need NumPy only. TensorFlow and Horovod are imported when a compressor
-is first asked for.
+The codecs, the cost model and the sharding need NumPy only. TensorFlow and Horovod are imported
+when a compressor is first asked for.
 """
 
-from hvd_fec import codecs, sharding
+from hvd_fec import codecs, cost, sharding
 from hvd_fec._version import __version__
 from hvd_fec.wire import PayloadError
 
 _NEED_TENSORFLOW = ("FEC", "Ternary", "TwoBit", "Compression", "callbacks")
 
-__all__ = ["PayloadError", "__version__", "codecs", "sharding", *_NEED_TENSORFLOW]
+__all__ = ["PayloadError", "__version__", "codecs", "cost", "sharding", *_NEED_TENSORFLOW]
 
 
 def __getattr__(name):

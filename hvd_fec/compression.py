@@ -10,6 +10,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from functools import partial
 from numbers import Integral, Real
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
@@ -20,7 +21,9 @@ from horovod.tensorflow.compression import Compressor
 
 from hvd_fec import callsite, exchange, wire
 from hvd_fec.codecs import FecCodec, TernaryCodec
+from hvd_fec.codecs.arrays import each
 from hvd_fec.codecs.ternary import Survey, gathers, survey
+from hvd_fec.cost import two_shot_pays
 from hvd_fec.feedback import ResidualStore
 from hvd_fec.stats import Stats
 from hvd_fec.survey import failed_row, fingerprint, read, row
@@ -193,7 +196,7 @@ class FEC(_BatchCompressor):
             as many payloads as there are ranks. ``"twoshot"`` has each rank average one slice of
             every tensor and pass the average on, compressed once more with a residual of its own:
             less than two payloads per rank for any number of ranks. ``"auto"`` chooses by
-            :func:`hvd_fec.exchange.two_shot_pays`.
+            :func:`hvd_fec.cost.two_shot_pays`.
 
     Raises:
         ValueError: an argument is out of range; in use, an op other than Sum or Average, or a
@@ -232,7 +235,7 @@ class FEC(_BatchCompressor):
         ranks = ex.process_set.size() if ex.process_set.included() else 1
         # The graph outlives a change of an elastic job's size, and must be the same on all ranks.
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        pays = not elastic and exchange.two_shot_pays(ranks, 4 * sum(ex.sizes))
+        pays = not elastic and two_shot_pays(ranks, 4 * sum(ex.sizes))
         if self.exchange == "twoshot" or (self.exchange == "auto" and pays):
             return self._build_two_shot(ex)
 
@@ -309,7 +312,8 @@ class FEC(_BatchCompressor):
         try:
             if isinstance(finite, Exception):
                 raise finite
-            payloads = [self._encode_one(*a) for a in zip(names, arrays, parts, finite)]
+            calls = [partial(self._encode_one, *a) for a in zip(names, arrays, parts, finite)]
+            payloads = each(calls, [array.size for array in arrays])
         except Exception as error:  # every rank must hear of it, or they wait here forever
             return wire.pack_error(f"{type(error).__name__}: {error}"), 0
         kept = sum(wire.read_header(payload).kept for payload in payloads)
@@ -377,7 +381,7 @@ class _SumCompressor(_BatchCompressor):
             rank, ranks = ex.process_set.rank(), ex.process_set.size()
             failure.clear()  # of a step whose collectives failed
             try:
-                surveys = [self._survey(name, array) for name, array in zip(names, arrays)]
+                surveys = each([partial(self._survey, *a) for a in zip(names, arrays)], ex.sizes)
             except Exception as error:  # raised by encode, when all ranks know
                 failure[:] = [error]
                 return failed_row(rank, ranks, len(arrays))
@@ -397,12 +401,16 @@ class _SumCompressor(_BatchCompressor):
             step = next(self._step_of[ex.label])
             words = np.zeros(cuts[-1] + 1, np.int64)
             kept = 0
+
+            def pack(i):
+                if scales[i] is None:
+                    return 0
+                part = words[cuts[i] : cuts[i + 1]]
+                seed = (hvd.rank(), ex.label, i, step)
+                return self._pack(codec, arrays[i], scales[i], part, names[i], seed)
+
             try:
-                for i, (name, array, scale) in enumerate(zip(names, arrays, scales)):
-                    if scale is not None:
-                        part = words[cuts[i] : cuts[i + 1]]
-                        seed = (hvd.rank(), ex.label, i, step)
-                        kept += self._pack(codec, array, scale, part, name, seed)
+                kept = sum(each([partial(pack, i) for i in range(len(arrays))], ex.sizes))
             except Exception as error:  # the others wait for the words, and get a mark with them
                 failure[:] = [error]
                 words[-1] = 1
@@ -421,11 +429,15 @@ class _SumCompressor(_BatchCompressor):
                 raise RuntimeError("the compressor failed on another rank: see its output")
             factor = exchange.factor_of(token, table.probe, len(table.present))
             results = self._buffers.arrays(ex.sizes)
-            for i, (scale, out) in enumerate(zip(scales, results)):
-                if scale is None:
-                    out[:] = np.nan
+
+            def unpack(i):
+                if scales[i] is None:
+                    results[i][:] = np.nan
                 else:
-                    codec.decode(parts[:, cuts[i] : cuts[i + 1]], scale.step * factor, out)
+                    part = parts[:, cuts[i] : cuts[i + 1]]
+                    codec.decode(part, scales[i].step * factor, results[i])
+
+            each([partial(unpack, i) for i in range(len(results))], ex.sizes)
             return ex.cast(results)
 
         mine = tf.ensure_shape(ex.on_host(look, ex.tensors, tf.int64), [None])

@@ -15,6 +15,7 @@ instead, a tensor of two elements:
 import sys
 import threading
 import warnings
+from functools import partial
 from itertools import accumulate
 from typing import List
 
@@ -23,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_fec import wire
+from hvd_fec.codecs.arrays import each
 
 _PROBE_TOLERANCE = 0.03
 """The probes' mean lies between 1/3 and 2/3 for any number of ranks; float16 is far finer."""
@@ -151,9 +153,13 @@ def add_frames(frames, results, decode_add, factor: float) -> None:
     """
     for rank, frame in enumerate(frames):
         check_frame(rank, frame, [out.size for out in results])
-    for i, out in enumerate(results):
+
+    def add(i, out):
         for frame in frames:
             decode_add(frame.payloads[i], out, factor)
+
+    calls = [partial(add, i, out) for i, out in enumerate(results)]
+    each(calls, [out.size for out in results])
 
 
 def check_frame(rank: int, frame, sizes) -> None:
@@ -175,17 +181,6 @@ def check_frame(rank: int, frame, sizes) -> None:
 def part(size: int, rank: int, ranks: int) -> slice:
     """The elements of a tensor that ``rank`` averages in a two-shot exchange."""
     return slice(size * rank // ranks, size * (rank + 1) // ranks)
-
-
-def two_shot_pays(ranks: int, dense_bytes: int) -> bool:
-    """Whether two shots are expected to be faster than an allgather for this many gradients.
-
-    With payloads of P bytes an allgather brings each rank (n - 1) P, two shots bring it
-    2 (n - 1) / n P but take one more round. P is taken to be a 64th of the gradients, the round to
-    be worth 125 kB (a millisecond at 1 Gbit/s).
-    """
-    saved = (ranks - 1) * (1 - 2 / ranks) * dense_bytes / 64
-    return saved > 125_000
 
 
 class Buffers:

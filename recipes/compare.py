@@ -21,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hvd_fec.cost import two_shot_pays
+
 # Name in the picture -> the recipe's options, and colour. Neutral for the ones to compare
 # with, one hue per codec, darker for what sends less.
 RUNS = {
@@ -85,9 +87,6 @@ def wire_factor(name, ranks, dense_bytes):
     """
     if not name.startswith("fec"):
         return 2 * (ranks - 1) / ranks
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from hvd_fec.exchange import two_shot_pays  # brings TensorFlow along
-
     if two_shot_pays(ranks, dense_bytes):
         return 2 * (ranks - 1) / (ranks + 1)
     return ranks - 1

@@ -47,9 +47,3 @@ def test_parts_cover_a_tensor():
             np.testing.assert_array_equal(covered, np.arange(size))
             sizes = [p.stop - p.start for p in parts]
             assert max(sizes) - min(sizes) <= 1
-
-
-def test_two_shots_pay_for_many_ranks_and_bytes():
-    assert not any(exchange.two_shot_pays(2, 4 * 10**k) for k in range(4, 12))
-    assert not exchange.two_shot_pays(4, 5_300_000) and exchange.two_shot_pays(4, 5_400_000)
-    assert not exchange.two_shot_pays(8, 1_500_000) and exchange.two_shot_pays(8, 1_600_000)

@@ -26,7 +26,7 @@ LAYERS = [
     {"hvd_fec.callbacks"},
     {"hvd_fec.compression"},
     {"hvd_fec.exchange"},
-    {"hvd_fec.survey"},
+    {"hvd_fec.survey", "hvd_fec.cost"},
     {"hvd_fec.codecs"},
     {"hvd_fec.codecs.fec", "hvd_fec.codecs.ternary"},
     {"hvd_fec.codecs.arrays", "hvd_fec.codecs.kernels"},

@@ -193,3 +193,41 @@ def test_ranges_cover_everything_at_chunk_boundaries(monkeypatch, n_threads, n):
     assert len(ranges) == max(1, min(n_threads, n // arrays.VALUES_PER_THREAD))
     sizes = [-(-(b - a) // fec.CHUNK) for a, b in ranges]
     assert max(sizes) - min(sizes) <= 1, "threads have equal work"
+
+
+# ---- a group of tensors -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_small_tensors_share_the_threads_and_large_ones_have_all(monkeypatch, n):
+    monkeypatch.setenv("HVD_FEC_NUM_THREADS", str(n))
+    large, small = 2 * arrays.VALUES_PER_THREAD, arrays.VALUES_PER_THREAD // 2
+    sizes = [small, large, small, 0, large, small, small, small, small]
+    ran = {}
+
+    def call(i):
+        time.sleep(0.01)  # long enough for the others to take their share
+        ran[i] = threading.get_ident()
+        return i * i
+
+    calls = [lambda i=i: call(i) for i in range(len(sizes))]
+    assert arrays.each(calls, sizes) == [i * i for i in range(len(sizes))]
+    assert len(ran) == len(sizes)
+    assert {ran[i] for i, size in enumerate(sizes) if size == large} == {threading.get_ident()}
+    assert len(set(ran.values())) == n
+
+
+def test_an_error_in_a_group_is_raised_when_all_have_ended(monkeypatch):
+    monkeypatch.setenv("HVD_FEC_NUM_THREADS", "2")
+    done = []
+
+    def fails():
+        raise RuntimeError("boom")
+
+    def slow():
+        time.sleep(0.05)
+        done.append(1)
+
+    with pytest.raises(RuntimeError, match="boom"):
+        arrays.each([fails, slow, slow], [arrays.VALUES_PER_THREAD] * 3)
+    assert done

@@ -1,6 +1,6 @@
 """What the codecs ask of arrays, and how they share them out to threads."""
 
-from typing import List, Tuple
+from typing import Callable, List, Sequence, Tuple
 
 import numpy as np
 
@@ -37,6 +37,29 @@ def checked(name: str, array: np.ndarray, size: int) -> np.ndarray:
     if array.size != size:
         raise ValueError(f"{name} has {array.size} elements, {size} are needed")
     return array.reshape(-1)
+
+
+def each(calls: Sequence[Callable[[], object]], sizes: Sequence[int]) -> list:
+    """Results of ``calls``, each of which works on a tensor of so many elements.
+
+    Tensors that ``ranges`` cuts up follow one another and have all threads each; the others are
+    dealt out to the threads, so that a model of many small tensors keeps them busy too.
+    """
+    results = [None] * len(calls)
+    small = [i for i, size in enumerate(sizes) if size < 2 * VALUES_PER_THREAD]
+    workers = min(threads.num_threads(), sum(sizes[i] for i in small) // VALUES_PER_THREAD) or 1
+    if workers == 1:
+        return [call() for call in calls]
+    for i in set(range(len(calls))).difference(small):
+        results[i] = calls[i]()
+    queue = iter(small)  # next() on it is one step under the GIL
+
+    def work():
+        for i in queue:
+            results[i] = calls[i]()
+
+    threads.run([work] * workers)
+    return results
 
 
 def ranges(n: int, block: int) -> List[Tuple[int, int]]:

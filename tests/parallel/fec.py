@@ -254,7 +254,7 @@ def test_two_shot(kwargs, factor):
 
 
 def test_two_shot_pays():
-    pays = hvd_fec.exchange.two_shot_pays
+    pays = hvd_fec.cost.two_shot_pays
     assert not any(pays(2, 4 * 10**k) for k in range(4, 12))  # nothing to be saved
     assert not pays(4, 10**6) and pays(4, 10**7)
     assert pays(8, 2 * 10**6) and not pays(8, 10**6)

@@ -1,0 +1,154 @@
+"""What a step's gradient exchange costs, by compressor, number of workers and network.
+
+A step takes host work, messages that wait for one another, and bytes through a link:
+
+    seconds = fixed + tensors * tensor + values * value
+            + rounds * latency
+            + max(received bytes * byte, received bytes / bandwidth)
+
+The last line is a maximum because Horovod's rings add one piece while the next is on its way. The
+constants of the first and last line belong to a machine and are measured by ``benchmarks/cost.py``;
+rounds and bytes follow from the algorithms (docs/algorithms.md).
+"""
+
+from typing import Dict, NamedTuple, Sequence
+
+from hvd_fec import wire
+from hvd_fec.codecs import TernaryCodec
+from hvd_fec.codecs.ternary import gathers
+
+COMPRESSORS = ("none", "fp16", "fec", "ternary", "twobit")
+
+
+class Network(NamedTuple):
+    """One link per worker, used in both directions at once.
+
+    Attributes:
+        bandwidth: bytes per second.
+        latency: seconds until a small message is there, software included.
+        shared: all workers send through one and the same link, as on a loopback.
+    """
+
+    bandwidth: float
+    latency: float = 50e-6
+    shared: bool = False
+
+
+class Work(NamedTuple):
+    """Seconds of one worker's host: for each step, tensor, value, and byte received."""
+
+    fixed: float
+    tensor: float
+    value: float
+    byte: float
+
+
+MACHINE: Dict[str, Work] = {
+    "none": Work(1e-3, 50e-6, 0.0, 0.7e-9),
+    "fp16": Work(1e-3, 50e-6, 0.0, 7e-9),
+    "fec": Work(3e-3, 50e-6, 1e-9, 0.7e-9),
+    "ternary": Work(3e-3, 50e-6, 1e-9, 0.7e-9),
+    "twobit": Work(3e-3, 50e-6, 1e-9, 0.7e-9),
+}
+"""Measured on the machine of docs/benchmarks.md, one core per worker."""
+
+
+class Step(NamedTuple):
+    """A predicted exchange, in seconds; ``bytes`` are those that a worker receives."""
+
+    host: float
+    latency: float
+    transfer: float
+    bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole exchange."""
+        return self.host + self.latency + self.transfer
+
+
+def predict(
+    compressor: str,
+    sizes: Sequence[int],
+    workers: int,
+    network: Network,
+    ratio: float = 64.0,
+    machine: Dict[str, Work] = MACHINE,
+    crowding: float = 1.0,
+) -> Step:
+    """The exchange of one group of float32 gradients.
+
+    Args:
+        compressor: one of ``COMPRESSORS``.
+        sizes: values of each tensor.
+        workers: how many take part, 1 and more.
+        ratio: of FEC, gradient bytes over payload bytes.
+        machine: constants by compressor.
+        crowding: workers per core, where there is less than one core for each.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if compressor not in COMPRESSORS:
+        raise ValueError(f"compressor must be one of {', '.join(COMPRESSORS)}, not {compressor!r}")
+    if workers < 1 or not ratio > 0 or not network.bandwidth > 0 or not crowding > 0:
+        raise ValueError(
+            f"workers ({workers}), ratio ({ratio}), bandwidth ({network.bandwidth}) and "
+            f"crowding ({crowding}) must be positive"
+        )
+    work = machine[compressor]
+    received = received_bytes(compressor, sizes, workers, ratio)
+    host = work.fixed + work.tensor * len(sizes) + work.value * sum(sizes)
+    link = network.bandwidth / (workers if network.shared else 1)
+    transfer = max(received * work.byte * crowding, received / link)
+    rounds = _rounds(compressor, sizes, workers)
+    return Step(host * crowding, rounds * network.latency, transfer, received)
+
+
+def received_bytes(
+    compressor: str, sizes: Sequence[int], workers: int, ratio: float = 64.0
+) -> float:
+    """Bytes that a worker receives in one exchange, and sends as well; see :func:`predict`."""
+    n, dense = workers, 4 * sum(sizes)
+    ring = 2 * (n - 1) / n
+    if compressor == "none":
+        return ring * dense
+    if compressor == "fp16":
+        return ring * dense / 2
+    if compressor == "fec":
+        payload = dense / ratio
+        if not two_shot_pays(n, dense):
+            return (n - 1) * payload
+        # Each of the slices that a payload is cut into has headers of its own.
+        return ring * payload + 2 * (n - 1) * len(sizes) * wire.HEADER.size
+    gathered = gathers(n)
+    words = sum(TernaryCodec(1 if gathered else n).words(size) for size in sizes)
+    return (n - 1 if gathered else ring) * 8 * words
+
+
+def _rounds(compressor: str, sizes: Sequence[int], workers: int) -> int:
+    """Messages of an exchange that wait for one another, in Gloo's rings.
+
+    Before each collective the ranks agree on it by two allreduces of a few bytes. The agreement on
+    Horovod's first one, of tokens, goes on while the host encodes.
+    """
+    hops = workers - 1
+    allreduce, allgather, alltoall, agree = 2 * hops, hops, min(hops, 1), 4 * hops
+    if compressor in ("none", "fp16"):
+        return agree + allreduce
+    if compressor == "fec":
+        if two_shot_pays(workers, 4 * sum(sizes)):
+            return 2 * agree + alltoall + allgather
+        return agree + allgather
+    return 2 * agree + allreduce + (allgather if gathers(workers) else allreduce)
+
+
+def two_shot_pays(ranks: int, dense_bytes: int) -> bool:
+    """Whether two shots are expected to be faster than an allgather for this many gradients.
+
+    With payloads of P bytes an allgather brings each rank (n - 1) P, two shots bring it
+    2 (n - 1) / n P but take one more round. P is taken to be a 64th of the gradients, the round to
+    be worth 125 kB (a millisecond at 1 Gbit/s).
+    """
+    saved = (ranks - 1) * (1 - 2 / ranks) * dense_bytes / 64
+    return saved > 125_000
