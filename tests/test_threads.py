@@ -64,7 +64,7 @@ def test_bad_variable(monkeypatch, value):
     with pytest.raises(ValueError, match=message):
         threads.num_threads()
     with pytest.raises(ValueError, match=message):
-        FecCodec().encode(np.zeros(3, np.float32))
+        FecCodec().encode(np.zeros(2 * arrays.VALUES_PER_THREAD, np.float32))
 
 
 # ---- the pool -----------------------------------------------------------------------------------
@@ -195,36 +195,64 @@ def test_ranges_cover_everything_at_chunk_boundaries(monkeypatch, n_threads, n):
     assert max(sizes) - min(sizes) <= 1, "threads have equal work"
 
 
+def test_a_pool_that_waits_for_the_caller():
+    """Two exchanges may have the same residual in hand."""
+    residual, held, waiting = threading.Lock(), threading.Event(), threading.Event()
+
+    def takes_it():
+        waiting.set()
+        with residual:
+            return 1
+
+    def other():
+        held.wait(10)
+        return threads.run([lambda: waiting.wait(10), takes_it])
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        with residual:
+            held.set()
+            result = elsewhere.submit(other)
+            assert waiting.wait(10)
+            assert threads.run([lambda: 2, lambda: 3]) == [2, 3]
+        assert result.result(10) == [True, 1]
+
+
 # ---- a group of tensors -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_small_tensors_share_the_threads_and_large_ones_have_all(monkeypatch, n):
+def test_a_group_is_dealt_out_to_the_threads(monkeypatch, n):
     monkeypatch.setenv("HVD_FEC_NUM_THREADS", str(n))
-    large, small = 2 * arrays.VALUES_PER_THREAD, arrays.VALUES_PER_THREAD // 2
-    sizes = [small, large, small, 0, large, small, small, small, small]
-    ran = {}
+    unit = arrays.VALUES_PER_THREAD
+    sizes = [unit, 100 * unit, 5, 0, unit // 2, 3 * unit, unit, unit, 2 * unit]
+    ran, threads_given = {}, {}
 
     def call(i):
         time.sleep(0.01)  # long enough for the others to take their share
         ran[i] = threading.get_ident()
+        threads_given[i] = threads.num_threads()
         return i * i
 
     calls = [lambda i=i: call(i) for i in range(len(sizes))]
     assert arrays.each(calls, sizes) == [i * i for i in range(len(sizes))]
     assert len(ran) == len(sizes)
-    assert {ran[i] for i, size in enumerate(sizes) if size == large} == {threading.get_ident()}
     assert len(set(ran.values())) == n
+    assert {ran[1], ran[2], ran[3]} == {threading.get_ident()}  # too large, too small
+    assert threads_given[1] == n
+    assert {threads_given[i] for i in (0, 4, 5, 6, 7, 8)} == {1}
+    assert threads.num_threads() == n
 
 
 def test_an_error_in_a_group_is_raised_when_all_have_ended(monkeypatch):
     monkeypatch.setenv("HVD_FEC_NUM_THREADS", "2")
-    done = []
+    begun, done = threading.Event(), []
 
     def fails():
+        begun.wait(10)
         raise RuntimeError("boom")
 
     def slow():
+        begun.set()
         time.sleep(0.05)
         done.append(1)
 

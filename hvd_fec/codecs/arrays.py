@@ -1,5 +1,6 @@
 """What the codecs ask of arrays, and how they share them out to threads."""
 
+from functools import lru_cache
 from typing import Callable, List, Sequence, Tuple
 
 import numpy as np
@@ -17,10 +18,16 @@ def gradient(x) -> Tuple[np.ndarray, int, int]:
         TypeError: it is no array of a dtype that can be encoded.
     """
     x = np.asarray(x)
-    if x.dtype.name not in wire.DTYPES or not x.dtype.isnative:
-        raise TypeError(f"a gradient is of {' or '.join(wire.DTYPES)}, not {x.dtype}")
+    code = _dtype_code(x.dtype)
     raw = np.require(x, requirements=["C", "A"]).reshape(-1).view(np.uint8)
-    return raw, wire.DTYPES[x.dtype.name], x.size
+    return raw, code, x.size
+
+
+@lru_cache(maxsize=None)  # NumPy makes a dtype's name anew each time
+def _dtype_code(dtype) -> int:
+    if dtype.name not in wire.DTYPES or not dtype.isnative:
+        raise TypeError(f"a gradient is of {' or '.join(wire.DTYPES)}, not {dtype}")
+    return wire.DTYPES[dtype.name]
 
 
 def checked(name: str, array: np.ndarray, size: int) -> np.ndarray:
@@ -42,29 +49,35 @@ def checked(name: str, array: np.ndarray, size: int) -> np.ndarray:
 def each(calls: Sequence[Callable[[], object]], sizes: Sequence[int]) -> list:
     """Results of ``calls``, each of which works on a tensor of so many elements.
 
-    Tensors that ``ranges`` cuts up follow one another and have all threads each; the others are
-    dealt out to the threads, so that a model of many small tensors keeps them busy too.
+    Tensors are dealt out to the threads, the largest first. One that is more than a thread's fair
+    share is cut up by ``ranges`` instead; the smallest stay in this thread, since their calls are
+    mostly Python, in which threads only wait for one another.
     """
-    results = [None] * len(calls)
-    small = [i for i, size in enumerate(sizes) if size < 2 * VALUES_PER_THREAD]
-    workers = min(threads.num_threads(), sum(sizes[i] for i in small) // VALUES_PER_THREAD) or 1
-    if workers == 1:
+    count = threads.num_threads()
+    share = sum(sizes) / count
+    dealt = [i for i, size in enumerate(sizes) if VALUES_PER_THREAD <= 2 * size <= 2 * share]
+    if count < 2 or len(dealt) < 2:
         return [call() for call in calls]
-    for i in set(range(len(calls))).difference(small):
+    dealt.sort(key=lambda i: -sizes[i])
+    results = [None] * len(calls)
+    for i in set(range(len(calls))).difference(dealt):
         results[i] = calls[i]()
-    queue = iter(small)  # next() on it is one step under the GIL
+    queue = iter(dealt)  # next() on it is one step under the GIL
 
     def work():
-        for i in queue:
-            results[i] = calls[i]()
+        with threads.alone():
+            for i in queue:
+                results[i] = calls[i]()
 
-    threads.run([work] * workers)
+    threads.run([work] * min(count, len(dealt)))
     return results
 
 
 def ranges(n: int, block: int) -> List[Tuple[int, int]]:
     """Cut n elements into one range per thread, at multiples of ``block``."""
-    parts = min(threads.num_threads(), n // VALUES_PER_THREAD) or 1
+    parts = max(1, n // VALUES_PER_THREAD)
+    if parts > 1:
+        parts = min(parts, threads.num_threads())
     blocks = -(-n // block)
     cuts = [min(n, blocks * i // parts * block) for i in range(parts + 1)]
     return list(zip(cuts, cuts[1:]))
