@@ -264,8 +264,8 @@ class FEC(_BatchCompressor):
                 finite = error
             frames, kept = [], 0
             for rank in range(ranks):
-                parts = [exchange.part(array.size, rank, ranks) for array in flat]
-                frame, n = self._encode(names, flat, ex.probe, parts, finite)
+                share = exchange.share(ex.sizes, rank, ranks)
+                frame, n = self._encode(names, flat, ex.probe, share, finite)
                 frames.append(frame)
                 kept += n
             sent = sum(frame.nbytes for frame in frames)
@@ -276,12 +276,12 @@ class FEC(_BatchCompressor):
             rank, ranks = ex.process_set.rank(), ex.process_set.size()
             try:
                 frames = wire.split_frames(received)
-                parts = [exchange.part(size, rank, ranks) for size in ex.sizes]
-                means = self._buffers.zeros([p.stop - p.start for p in parts])
+                share = exchange.share(ex.sizes, rank, ranks)
+                means = self._buffers.zeros([piece.stop - piece.start for _, piece in share])
                 exchange.add_frames(frames, means, self._codec.decode_add, 1 / ranks)
             except Exception as error:  # as in _encode
                 return wire.pack_error(str(error))
-            names = [name and f"{name}, mean of {rank}/{ranks}" for name in names]
+            names = [names[i] and f"{names[i]}, mean of {rank}/{ranks}" for i, _ in share]
             frame, _ = self._encode(names, means, ex.probe)
             self._stats.add_sent(frame.nbytes)
             return frame
@@ -291,10 +291,10 @@ class FEC(_BatchCompressor):
             factor = exchange.factor_of(token, exchange.mean_probe(frames), 1)
             results = self._buffers.zeros(ex.sizes)
             for rank, frame in enumerate(frames):
-                parts = [out[exchange.part(out.size, rank, len(frames))] for out in results]
-                exchange.check_frame(rank, frame, [part.size for part in parts])
-                for payload, part in zip(frame.payloads, parts):
-                    self._codec.decode_add(payload, part, factor)
+                share = exchange.share(ex.sizes, rank, len(frames))
+                pieces = [results[i][piece] for i, piece in share]
+                exchange.check_frame(rank, frame, [piece.size for piece in pieces])
+                exchange.add_frames([frame], pieces, self._codec.decode_add, factor)
             return ex.cast(results)
 
         frames, splits = ex.on_host(scatter, ex.tensors, [tf.uint8, tf.int32])
@@ -304,27 +304,31 @@ class FEC(_BatchCompressor):
         gathered = exchange.gather(frame, f"{ex.name}_gather", ex.process_set)
         return ex.on_host(decode, [gathered, ex.token], ex.dtypes)
 
-    def _encode(self, names, arrays, probe, parts=None, finite=None) -> Tuple[np.ndarray, int]:
-        """This rank's frame, and how many values it keeps: of ``arrays``, or of ``parts`` of them,
-        where ``finite`` says of each whether all of it is finite, or why that is unknown."""
-        parts = parts or [slice(None)] * len(arrays)
+    def _encode(self, names, arrays, probe, share=None, finite=None) -> Tuple[np.ndarray, int]:
+        """This rank's frame, and how many values it keeps: of ``arrays``, or of a ``share`` of
+        them, where ``finite`` says of each whether all of it is, or why that is unknown."""
+        if share is None:
+            share = [(i, slice(0, array.size)) for i, array in enumerate(arrays)]
         finite = finite or [True] * len(arrays)
         try:
             if isinstance(finite, Exception):
                 raise finite
-            calls = [partial(self._encode_one, *a) for a in zip(names, arrays, parts, finite)]
-            payloads = each(calls, [array.size for array in arrays])
+            calls = [
+                partial(self._encode_one, names[i], arrays[i], piece, finite[i])
+                for i, piece in share
+            ]
+            payloads = each(calls, [piece.stop - piece.start for _, piece in share])
         except Exception as error:  # every rank must hear of it, or they wait here forever
             return wire.pack_error(f"{type(error).__name__}: {error}"), 0
         kept = sum(wire.read_header(payload).kept for payload in payloads)
         return wire.pack_frame(probe, payloads), kept
 
-    def _encode_one(self, name, array, part, finite) -> np.ndarray:
-        flat = array.reshape(-1)[part]
+    def _encode_one(self, name, array, piece, finite) -> np.ndarray:
+        flat = array.reshape(-1)[piece]
         if not self.error_feedback or name is None or not finite:
             return self._codec.encode(flat)
         with self.residuals.use(name, array.size) as residual:
-            return self._codec.encode(flat, residual[part])
+            return self._codec.encode(flat, residual[piece])
 
 
 class _SumCompressor(_BatchCompressor):

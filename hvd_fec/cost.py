@@ -2,13 +2,14 @@
 
 A step takes host work, messages that wait for one another, and bytes through a link:
 
-    seconds = fixed + tensors * tensor + values * value
+    seconds = fixed + pieces * piece + values * value
             + rounds * latency
-            + max(received bytes * byte, received bytes / bandwidth)
+            + received bytes: longer + shorter / 3 of (bytes * byte, bytes / bandwidth)
 
-The last line is a maximum because Horovod's rings add one piece while the next is on its way. The
-constants of the first and last line belong to a machine and are measured by ``benchmarks/cost.py``;
-rounds and bytes follow from the algorithms (docs/algorithms.md).
+Pieces are the tensors that Horovod handles or, with FEC, the payloads that are written and read. In
+the last line most of the shorter time is hidden, because Horovod's rings add one piece while the
+next is on its way. The constants of the first and last line belong to a machine and are measured by
+``benchmarks/cost.py``; rounds and bytes follow from the algorithms (docs/algorithms.md).
 """
 
 from typing import Dict, NamedTuple, Sequence
@@ -27,18 +28,20 @@ class Network(NamedTuple):
         bandwidth: bytes per second.
         latency: seconds until a small message is there, software included.
         shared: all workers send through one and the same link, as on a loopback.
+        burst: bytes that pass at once after a pause, as limiters with a token bucket let them.
     """
 
     bandwidth: float
     latency: float = 50e-6
     shared: bool = False
+    burst: float = 0.0
 
 
 class Work(NamedTuple):
-    """Seconds of one worker's host: for each step, tensor, value, and byte received."""
+    """Seconds of one worker's host: for each step, piece, value, and byte received."""
 
     fixed: float
-    tensor: float
+    piece: float
     value: float
     byte: float
 
@@ -98,9 +101,13 @@ def predict(
         )
     work = machine[compressor]
     received = received_bytes(compressor, sizes, workers, ratio)
-    host = work.fixed + work.tensor * len(sizes) + work.value * sum(sizes)
-    link = network.bandwidth / (workers if network.shared else 1)
-    transfer = max(received * work.byte * crowding, received / link)
+    pieces = _pieces(compressor, sizes, workers)
+    host = work.fixed + work.piece * pieces + work.value * sum(sizes)
+    through = received * (workers if network.shared else 1)
+    shorter, longer = sorted(
+        [received * work.byte * crowding, max(through - network.burst, 0) / network.bandwidth]
+    )
+    transfer = longer + shorter / 3
     rounds = _rounds(compressor, sizes, workers)
     return Step(host * crowding, rounds * network.latency, transfer, received)
 
@@ -119,11 +126,23 @@ def received_bytes(
         payload = dense / ratio
         if not two_shot_pays(n, dense):
             return (n - 1) * payload
-        # Each of the slices that a payload is cut into has headers of its own.
-        return ring * payload + 2 * (n - 1) * len(sizes) * wire.HEADER.size
+        # Tensors that are cut up between ranks have a header for each piece.
+        return ring * payload + 2 * (n - 1) * wire.HEADER.size
     gathered = gathers(n)
     words = sum(TernaryCodec(1 if gathered else n).words(size) for size in sizes)
     return (n - 1 if gathered else ring) * 8 * words
+
+
+def _pieces(compressor: str, sizes: Sequence[int], workers: int) -> float:
+    """Tensors or, with FEC, payloads that a worker writes and reads."""
+    tensors = len(sizes)
+    if compressor != "fec":
+        return tensors
+    if not two_shot_pays(workers, 4 * sum(sizes)):
+        return tensors * (1 + workers)
+    # Written, read and averaged, averages written, averages read.
+    cut = tensors + workers - 1
+    return 3 * cut + cut / workers
 
 
 def _rounds(compressor: str, sizes: Sequence[int], workers: int) -> int:

@@ -17,7 +17,7 @@ import threading
 import warnings
 from functools import partial
 from itertools import accumulate
-from typing import List
+from typing import List, Sequence, Tuple
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -178,9 +178,21 @@ def check_frame(rank: int, frame, sizes) -> None:
             )
 
 
-def part(size: int, rank: int, ranks: int) -> slice:
-    """The elements of a tensor that ``rank`` averages in a two-shot exchange."""
-    return slice(size * rank // ranks, size * (rank + 1) // ranks)
+def share(sizes: Sequence[int], rank: int, ranks: int) -> List[Tuple[int, slice]]:
+    """What ``rank`` averages of a group of tensors in a two-shot exchange: (tensor, elements).
+
+    The group is cut as if its tensors were one, so that all shares hold fewer than twice as many
+    pieces as there are tensors and ranks, and not one of each tensor for each rank.
+    """
+    total = sum(sizes)
+    first, last = total * rank // ranks, total * (rank + 1) // ranks
+    pieces, start = [], 0
+    for i, size in enumerate(sizes):
+        piece = slice(max(first - start, 0), min(last - start, size))
+        if piece.start < piece.stop:
+            pieces.append((i, piece))
+        start += size
+    return pieces
 
 
 class Buffers:

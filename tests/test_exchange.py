@@ -39,11 +39,16 @@ def test_buffers_do_not_pile_up():
     assert len(buffers._blocks) <= exchange.Buffers._KEEP
 
 
-def test_parts_cover_a_tensor():
-    for size in (0, 1, 7, 1000):
-        for ranks in (1, 2, 3, 8):
-            parts = [exchange.part(size, rank, ranks) for rank in range(ranks)]
-            covered = np.concatenate([np.arange(size)[p] for p in parts])
-            np.testing.assert_array_equal(covered, np.arange(size))
-            sizes = [p.stop - p.start for p in parts]
-            assert max(sizes) - min(sizes) <= 1
+@pytest.mark.parametrize("sizes", [[0], [1], [7], [1000], [5, 0, 1, 900, 3, 3], [1] * 50])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
+def test_shares_cover_a_group(sizes, ranks):
+    covered = [np.zeros(size, int) for size in sizes]
+    shares = [exchange.share(sizes, rank, ranks) for rank in range(ranks)]
+    for share in shares:
+        for i, piece in share:
+            assert 0 <= piece.start < piece.stop <= sizes[i]
+            covered[i][piece] += 1
+    assert all((c == 1).all() for c in covered)
+    held = [sum(piece.stop - piece.start for _, piece in share) for share in shares]
+    assert max(held) - min(held) <= 1
+    assert sum(len(share) for share in shares) < len(sizes) + ranks

@@ -206,16 +206,19 @@ def test_process_set(even):
 
 
 class ExpectedTwoShot(Expected):
-    """Every rank averages its slice of what the others sent, and sends that compressed again."""
+    """Every rank averages its slice of what the others sent, and sends that compressed again.
+    ``before`` and ``after``: elements of the group on both sides of this tensor."""
 
-    def __init__(self, factor):
+    def __init__(self, factor, before=0, after=0):
         super().__init__(factor)
-        self.means = {}
+        self.before, self.after, self.means = before, after, {}
 
     def step(self, gradients):
         flat = [g.reshape(-1) for g in gradients]
         n, size = len(flat), flat[0].size
-        cuts = [size * i // n for i in range(n + 1)]
+        group = self.before + size + self.after
+        cuts = {min(max(group * i // n - self.before, 0), size) for i in range(n + 1)}
+        cuts = sorted(cuts)
         finite = [np.isfinite(g).all() for g in flat]
         result = np.empty(size, np.float64)
         for a, b in zip(cuts, cuts[1:]):
@@ -232,12 +235,16 @@ class ExpectedTwoShot(Expected):
 @pytest.mark.parametrize("kwargs, factor", FACTORS)
 def test_two_shot(kwargs, factor):
     compressor = hvd_fec.FEC(T, exchange="twoshot")
-    shapes = [SHAPE, (3, 7, 101)]
+    shapes = [SHAPE, (3, 7, 101), (1024,)]
     reduce = tf.function(
         lambda tensors: hvd.grouped_allreduce(tensors, compression=compressor, **kwargs)
     )
     # The average is compressed, Horovod's factor is for the sum.
-    expected = [ExpectedTwoShot(factor * SIZE) for _ in shapes]
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    expected = [
+        ExpectedTwoShot(factor * SIZE, sum(sizes[:i]), sum(sizes[i + 1 :]))
+        for i in range(len(shapes))
+    ]
     for step in range(5):
         everyone = [[gradient(r, step, s, i) for r in range(SIZE)] for i, s in enumerate(shapes)]
         if step == 2:
@@ -249,7 +256,8 @@ def test_two_shot(kwargs, factor):
         assert np.isnan(results[0].numpy()).any() == (step == 2)
     for _, residual in compressor.residuals.items():
         assert np.isfinite(residual).all()
-    assert len(compressor.residuals) == 4
+    pieces = hvd_fec.exchange.share(sizes, RANK, SIZE)
+    assert len(compressor.residuals) == len(shapes) + len(pieces)
     assert compressor.stats.steps == 5
 
 
