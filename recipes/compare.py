@@ -1,10 +1,12 @@
 """Run a recipe with several compressions and draw what each costs and gives.
 
     python recipes/compare.py cifar --out cifar.png -- --data-dir ~/data --epochs 4 --eval-steps 40
+    python recipes/compare.py mnist --runs none "fec --threshold -8" ternary -- --epochs 1
 
 What follows -- goes to the recipe. Every run has the same seeds, data order and
-steps. The results are kept next to the picture, in a folder of its name, and
-not measured again: after a cut-off the rest is run, and with --redraw nothing.
+steps. The table is printed as Markdown. The results are kept next to the picture,
+in a folder of its name, and not measured again: after a cut-off the rest is run,
+and with --redraw nothing.
 
 Time is a model: the measured step on this machine, plus what the network of
 --mbits would add to move the bytes that were counted (see wire_factor).
@@ -13,71 +15,73 @@ Time is a model: the measured step on this machine, plus what the network of
 import argparse
 import hashlib
 import json
-import os
+import re
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
+import launch
 import numpy as np
 
+from hvd_fec.codecs.ternary import gathers
 from hvd_fec.cost import two_shot_pays
 
-# Name in the picture -> the recipe's options, and colour. Neutral for the ones to compare
-# with, one hue per codec, darker for what sends less.
-RUNS = {
-    "none": (["--compression", "none"], "#8a8f98"),
-    "fp16": (["--compression", "fp16"], "#3f4650"),
-    "twobit 0.01": (["--compression", "twobit", "--twobit-threshold", "0.01"], "#d9852b"),
-    "ternary": (["--compression", "ternary"], "#2f9e6e"),
-    "fec -9": (["--compression", "fec", "--threshold", "-9"], "#86a8ee"),
-    "fec -7": (["--compression", "fec", "--threshold", "-7"], "#2f6bde"),
-    "fec -5": (["--compression", "fec", "--threshold", "-5"], "#14337a"),
+RUNS = (
+    "none",
+    "fp16",
+    "twobit --twobit-threshold 0.01",
+    "ternary",
+    "fec --threshold -9",
+    "fec --threshold -7",
+    "fec --threshold -5",
+)
+# From light to dark. Neutral for the ones to compare with, one hue per codec.
+SHADES = {
+    "none": ("#8a8f98",),
+    "fp16": ("#3f4650",),
+    "twobit": ("#f0b878", "#d9852b", "#7a4510"),
+    "ternary": ("#86d3b0", "#2f9e6e", "#14533a"),
+    "fec": ("#86a8ee", "#2f6bde", "#14337a"),
+}
+NAMES = {
+    **{"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet": "ImageNet"},
+    **{"cnn": "A small CNN", "mlp": "An MLP", "resnet20": "ResNet-20", "resnet50": "ResNet-50"},
+    **{"vgg16": "VGG-16", "alexnet": "AlexNet"},
 }
 INK, FAINT, PAPER = "#1c2128", "#d9dde3", "#ffffff"
-HERE = Path(__file__).resolve().parent
 
 
 # --- Measuring --------------------------------------------------------------
 
 
-def measure(args, name, seed):
-    """The result line of one run, from the cache or from horovodrun; None if it fails."""
-    options, _ = RUNS[name]
-    command = [
-        *("horovodrun", "-np", str(args.ranks), sys.executable, str(HERE / f"{args.recipe}.py")),
-        *args.recipe_options,
-        *options,
-        *("--seed", str(seed)),
-    ]
-    # Another command is another experiment, even under the same name.
-    digest = hashlib.sha256(json.dumps(command[2:3] + command[4:]).encode()).hexdigest()[:10]
-    cached = args.folder / f"{name.replace(' ', '')}-seed{seed}-{digest}.json"
+def label(run):
+    """A run's name in the picture: without the names of options that have a value."""
+    return re.sub(r"--[\w-]+ (?!--)", "", run).replace("--", "")
+
+
+def measure(args, run, seed):
+    """The result of one run, from the cache or from horovodrun; None if it fails."""
+    options = [*args.recipe_options, "--compression", *run.split()]
+    # Other options are another experiment, even under the same name.
+    key = json.dumps([args.ranks, args.recipe, *options, seed])
+    digest = hashlib.sha256(key.encode()).hexdigest()[:10]
+    cached = args.folder / f"{label(run).replace(' ', '')}-seed{seed}-{digest}.json"
     if cached.exists():
         return json.loads(cached.read_text())
     if args.redraw:
         return None
-    print(f"running {name}, seed {seed}", flush=True)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PATH": path},
-    )
-    lines = [line for line in done.stdout.splitlines() if '{"recipe"' in line]
-    if done.returncode or not lines:
-        said = [line for line in done.stdout.splitlines() if line.startswith("[")]  # by a rank
-        print(f"{name} failed and is left out:", *said[-20:], sep="\n", file=sys.stderr)
+    print(f"running {label(run)}, seed {seed}", file=sys.stderr, flush=True)
+    try:
+        result = launch.run(args.recipe, args.ranks, [*options, "--seed", seed])
+    except launch.RunError as error:
+        print(f"{label(run)} failed and is left out:\n{error}", file=sys.stderr)
         return None
-    result = json.loads(lines[-1][lines[-1].index("{") :])
     args.folder.mkdir(parents=True, exist_ok=True)
     cached.write_text(json.dumps(result, indent=1))
     return result
 
 
-def wire_factor(name, ranks, dense_bytes):
+def wire_factor(compression, ranks, dense_bytes):
     """Bytes that a rank sends to the network for each byte it gives away.
 
     A ring allreduce moves 2 (n - 1) / n times its input through each rank, a
@@ -85,37 +89,39 @@ def wire_factor(name, ranks, dense_bytes):
     payload and the n-th part of one, of which it keeps a part and passes the
     other on n - 1 times.
     """
-    if not name.startswith("fec"):
-        return 2 * (ranks - 1) / ranks
-    if two_shot_pays(ranks, dense_bytes):
+    if compression == "fec" and two_shot_pays(ranks, dense_bytes):
         return 2 * (ranks - 1) / (ranks + 1)
-    return ranks - 1
+    if compression == "fec" or compression in ("ternary", "twobit") and gathers(ranks):
+        return ranks - 1
+    return 2 * (ranks - 1) / ranks
 
 
-def modelled_seconds(name, result, mbits):
-    """Seconds per step: as measured here, and on the wire on top of that."""
+def wire_seconds(result, mbits):
+    """Seconds per step that the bytes take through a network of `mbits` Mbit/s."""
     steps = result["steps"] - result["first_step"]
     sent, dense = (1e6 * result[key] / steps for key in ("mb_sent", "mb_dense"))
-    sent *= wire_factor(name, result["ranks"], dense)
-    return result["step_ms"] / 1e3 + 8 * sent / (1e6 * mbits)
+    sent *= wire_factor(result["compression"], result["ranks"], dense)
+    return 8 * sent / (1e6 * mbits)
 
 
 # --- Drawing ----------------------------------------------------------------
 
 
-def summarize(name, results, mbits):
+def summarize(run, results, mbits):
     """One row of the table: means over seeds, and the spread of the accuracy."""
     accuracies = [result["test_accuracy"] for result in results]
+    # Other work on the machine only ever slows a run down, so the fastest says most.
+    step_ms = min(result["step_ms"] for result in results)
+    wire_ms = 1e3 * statistics.mean(wire_seconds(result, mbits) for result in results)
     return {
-        "name": name,
-        "seeds": len(results),
+        "name": label(run),
+        "accuracies": accuracies,
         "accuracy": statistics.mean(accuracies),
         "spread": max(accuracies) - min(accuracies),
         "mb": statistics.mean(result["mb_sent"] for result in results),
         "ratio": statistics.mean(result["ratio"] for result in results),
-        "step_ms": statistics.mean(result["step_ms"] for result in results),
-        "modelled_ms": 1e3
-        * statistics.mean(modelled_seconds(name, result, mbits) for result in results),
+        "step_ms": step_ms,
+        "modelled_ms": step_ms + wire_ms,
         "loss": statistics.mean(result["loss"] for result in results),
     }
 
@@ -127,8 +133,23 @@ def curve(results, key):
     return steps, [statistics.mean(c) for c in columns], *zip(*((min(c), max(c)) for c in columns))
 
 
+def shades(runs):
+    """A colour for each run."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colours, codecs = [], [run.split()[0] for run in runs]
+    for i, codec in enumerate(codecs):
+        ramp, count = SHADES[codec], codecs.count(codec)
+        if len(ramp) == 1:
+            colours.append(ramp[0])
+        else:
+            place = codecs[:i].count(codec) / (count - 1) if count > 1 else 0.5
+            colours.append(LinearSegmentedColormap.from_list(codec, ramp)(place))
+    return colours
+
+
 def draw(args, measured):
-    """Write the picture. `measured` maps names to lists of results, one for each seed."""
+    """Write the picture. `measured` maps runs to lists of results, one for each seed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -156,11 +177,19 @@ def draw(args, measured):
             "figure.facecolor": PAPER,
         }
     )
-    rows = [summarize(name, results, args.mbits) for name, results in measured.items()]
+    rows = [summarize(run, results, args.mbits) for run, results in measured.items()]
+    colours = shades(measured)
     first = next(iter(measured.values()))[0]
     # In inches, from the top: title and legend, curves, bars, table, a line of notes.
     width, left, right, gap = 10.0, 1.1, 0.25, 0.75
-    heights = {"head": 1.5, "curves": 3.0, "bars": 0.31 * len(rows), "table": 0.3 * (len(rows) + 1)}
+    legend_columns = 7
+    head = 1.6 + 0.22 * ((len(rows) - 1) // legend_columns)
+    heights = {
+        "head": head,
+        "curves": 3.0,
+        "bars": 0.31 * len(rows),
+        "table": 0.3 * (len(rows) + 1),
+    }
     below = {"head": 0.0, "curves": 1.1, "bars": 0.35, "table": 0.5}
     height = sum(heights.values()) + sum(below.values())
     figure = plt.figure(figsize=(width, height), dpi=150)
@@ -182,14 +211,13 @@ def draw(args, measured):
     table = place("table")
 
     lines = []
-    for name, results in measured.items():
-        colour = RUNS[name][1]
+    for colour, row, results in zip(colours, rows, measured.values()):
         steps, mean, low, high = curve(results, "test_accuracy")
         mean, low, high = ([100 * y for y in ys] for ys in (mean, low, high))
-        step = statistics.mean(modelled_seconds(name, r, args.mbits) for r in results)
+        step = row["modelled_ms"] / 1e3
         style = {"color": colour, "linewidth": 1.7, "marker": "o", "markersize": 3}
-        style["linestyle"] = "--" if name in ("none", "fp16") else "-"
-        lines += by_step.plot(steps, mean, label=name, **style)
+        style["linestyle"] = "--" if row["name"] in ("none", "fp16") else "-"
+        lines += by_step.plot(steps, mean, label=row["name"], **style)
         by_time.plot([s * step for s in steps], mean, **style)
         for axes, scale in ((by_step, 1), (by_time, step)):
             axes.fill_between([s * scale for s in steps], low, high, color=colour, alpha=0.15, lw=0)
@@ -201,7 +229,6 @@ def draw(args, measured):
         _stretch_top(axes)
 
     names = [row["name"] for row in rows]
-    colours = [RUNS[name][1] for name in names]
     _bars(ratios, names, [row["ratio"] for row in rows], colours, "{:.1f}×")
     ratios.set_title("Gradient bytes saved: uncompressed / sent")
     _bars(
@@ -217,27 +244,27 @@ def draw(args, measured):
     _table(table, rows, speed)
 
     settings = first["settings"]
-    model = settings.get("model", "small CNN")
-    dataset = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}.get(settings.get("dataset"))
-    what = f"{model} on {dataset or {'mnist': 'MNIST', 'imagenet': 'ImageNet'}[first['recipe']]}"
+    dataset = settings.get("dataset", first["recipe"])
+    what = f"{NAMES[settings['model']]} on {NAMES[dataset]}"
     seeds = f"mean of {len(args.seeds)} seeds" if len(args.seeds) > 1 else "one seed"
     spread = " ± half the range over seeds." if len(args.seeds) > 1 else ""
+    fastest = " of the fastest seed" if len(args.seeds) > 1 else ""
     x = left / width
     figure.text(x, 1 - 0.33 / height, what, fontsize=18, fontweight="bold", va="center")
     figure.text(
         x,
         1 - 0.64 / height,
-        f"{first['ranks']} workers, {first['steps']} steps of {settings['batch_size']} images "
-        f"each, SGD with momentum, {seeds}; same data and initial weights",
+        f"{first['ranks']} workers × {settings['batch_size']} images, {first['steps']} steps of "
+        f"SGD with momentum, {seeds}; same data and initial weights",
         fontsize=11,
         va="center",
         color="#57606a",
     )
     figure.legend(
         handles=lines,
-        loc="center left",
-        bbox_to_anchor=(x - 0.008, 1 - 0.94 / height),
-        ncols=len(rows),
+        loc="upper left",
+        bbox_to_anchor=(x - 0.008, 1 - 0.78 / height),
+        ncols=legend_columns,
         frameon=False,
         handlelength=1.8,
         columnspacing=1.6,
@@ -245,7 +272,7 @@ def draw(args, measured):
     figure.text(
         x,
         0.2 / height,
-        "Time = median step measured over loopback + counted bytes × hops of the collective / "
+        f"Time = median step over loopback{fastest} + counted bytes × hops of the collective / "
         f"{speed}.{spread}",
         fontsize=8.5,
         va="center",
@@ -266,6 +293,7 @@ def _stretch_top(axes):
         ),
     )
     low, high = axes.dataLim.intervaly
+    low = max(low, 100.5 - 12 * (100.5 - high))  # a slow start would take all the room
     low, high = low - (100.5 - low) * 0.1, high + (100.5 - high) * 0.1
     axes.set_ylim(low, high)
     # Round numbers, and between them all others, if there is room for their labels.
@@ -298,7 +326,7 @@ def _bars(axes, names, values, colours, form, inner=None):
 def _table(axes, rows, speed):
     axes.set_axis_off()
     head = ["", "test accuracy", "loss", "MB sent", "ratio", "step here", f"at {speed}"]
-    spreads = [f"  ±{50 * row['spread']:.2f}" if row["seeds"] > 1 else "" for row in rows]
+    spreads = [f"  ±{50 * row['spread']:.2f}" if len(row["accuracies"]) > 1 else "" for row in rows]
     cells = [
         [
             row["name"],
@@ -326,6 +354,20 @@ def _table(axes, rows, speed):
 # --- The command ------------------------------------------------------------
 
 
+def print_table(rows, mbits):
+    """All rows as Markdown."""
+    print("| compression | test accuracy, %, by seed | mean | loss | ratio | MB per rank ", end="")
+    print(f"| ms per step | at {mbits:g} Mbit/s |")
+    print("| --- |" + " ---: |" * 7)
+    for row in rows:
+        by_seed = " ".join(f"{100 * accuracy:.2f}" for accuracy in row["accuracies"])
+        print(
+            f"| {row['name']} | {by_seed} | {100 * row['accuracy']:.2f} | {row['loss']:.4f} "
+            f"| {row['ratio']:.2f} | {row['mb']:.2f} "
+            f"| {row['step_ms']:.1f} | {row['modelled_ms']:.1f} |"
+        )
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -334,36 +376,35 @@ def main():
     )
     add = parser.add_argument
     add("recipe", choices=("mnist", "cifar", "imagenet"))
-    add("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help=", ".join(RUNS))
+    add(
+        "--runs",
+        nargs="+",
+        default=RUNS,
+        metavar="RUN",
+        help="compressions, each with its options if quoted; by default: " + ", ".join(RUNS),
+    )
     add("--seeds", nargs="+", type=int, default=[1])
     add("--ranks", type=int, default=2)
     add("--mbits", type=float, default=1000, help="bandwidth of the modelled network, in Mbit/s")
     add("--out", type=Path, default=Path("compare.png"), help="picture to write (png, svg or pdf)")
     add("--redraw", action="store_true", help="draw what has been measured, run nothing")
-    own, options = sys.argv[1:], []
-    if "--" in own:
-        cut = own.index("--")
-        own, options = own[:cut], own[cut + 1 :]
+    own, recipe_options = launch.split_options(sys.argv[1:])
     args = parser.parse_args(own)
-    args.recipe_options = options
+    args.recipe_options = recipe_options
     args.folder = args.out.with_suffix("")
+    for run in args.runs:
+        if run.split()[:1] not in [[codec] for codec in SHADES]:
+            parser.error(f"a run starts with one of {', '.join(SHADES)}, not as {run!r} does")
 
     measured = {}
-    for name in args.runs:
-        results = [r for r in (measure(args, name, seed) for seed in args.seeds) if r]
+    for run in args.runs:
+        results = [r for r in (measure(args, run, seed) for seed in args.seeds) if r]
         if results:
-            measured[name] = results
+            measured[run] = results
     if not measured:
         parser.error("nothing has been measured")
-    rows = draw(args, measured)
-    print(f"{'':11} accuracy  spread     loss    MB sent   ratio  step ms  modelled ms")
-    for row in rows:
-        print(
-            f"{row['name']:11} {row['accuracy']:8.4f}  {row['spread']:6.4f}  {row['loss']:7.4f} "
-            f"{row['mb']:10.1f} {row['ratio']:7.1f} {row['step_ms']:8.1f} "
-            f"{row['modelled_ms']:12.1f}"
-        )
-    print(args.out)
+    print_table(draw(args, measured), args.mbits)
+    print(args.out, file=sys.stderr)
 
 
 if __name__ == "__main__":
