@@ -64,7 +64,7 @@ class Floor(hvd_fec.FEC):
     def _build(self, ex):
         def encode(names, *arrays):
             frame = wire.pack_frame(ex.probe, [])
-            self._count(names, arrays, frame.nbytes + ex.token_bytes, 0)
+            self._count(names, arrays, frame.nbytes + ex.token_bytes, np.zeros((len(arrays), 2)))
             return frame
 
         def decode(names, gathered, token):
@@ -74,7 +74,7 @@ class Floor(hvd_fec.FEC):
 
         frame = tf.ensure_shape(ex.on_host(encode, ex.tensors, tf.uint8), [None])
         gathered = exchange.gather(frame, ex.name, ex.process_set)
-        return ex.on_host(decode, [gathered, ex.token], ex.dtypes)
+        return ex.on_host(decode, [gathered, ex.token], ex.dtypes, "decode")
 
 
 COMPRESSORS = {

@@ -1,4 +1,4 @@
-"""Keras callbacks."""
+"""Keras callbacks: proof that the replicas are equal, and metrics of the compression."""
 
 import hashlib
 from collections import Counter
@@ -9,6 +9,8 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.functions import allgather_object
 from tensorflow import keras
+
+from hvd_fec.stats import Totals
 
 _DIGEST_BYTES = 16
 _LISTED = 10  # variables that an error message names
@@ -87,6 +89,121 @@ class ReplicaCheck(keras.callbacks.Callback):
         if (everyone != everyone[0]).any():
             replicas = allgather_object(digests, process_set=self.process_set)
             raise ReplicaError(_explain(replicas, self.process_set.ranks, self._steps))
+
+
+class CompressionMetrics(keras.callbacks.Callback):
+    """Put what a compressor does into the logs of ``model.fit``.
+
+    Whatever shows logs then shows these as well: the progress bar, ``CSVLogger``, ``TensorBoard``
+    (as ``epoch_ratio`` and so on) and the history. They are of this rank, for each batch since the
+    one before, for each epoch over all of it:
+
+    ==============  ==============================================================================
+    ``ratio``       gradient bytes over bytes sent
+    ``density``     share of the compressed tensors' values that were sent
+    ``sent_mb``     MB (a million bytes) sent in a step
+    ``residual``    norm of all residuals over that of all gradients, when last sampled
+    ``encode_ms``   host time of a step before its last collective, in milliseconds
+    ``exchange_ms`` time in collectives, waiting for the slowest rank included
+    ``decode_ms``   host time after the last collective
+    ==============  ==============================================================================
+
+    Put it before the callbacks that are to see them, and on every rank: Horovod's
+    ``MetricAverageCallback`` averages all logs, and all ranks must have the same ones::
+
+        compressor = hvd_fec.FEC()
+        ...
+        metrics = CompressionMetrics(compressor)
+        model.fit(..., callbacks=[metrics, keras.callbacks.CSVLogger("log.csv")])
+        print(metrics.table())
+
+    Args:
+        compressor: the object that the optimizer was given as ``compression=``.
+        sample_every: steps between samples of the norms, which take about as long as one addition
+            of the gradients.
+
+    Raises:
+        TypeError: ``compressor`` keeps no statistics, as those of Horovod itself.
+        ValueError: ``sample_every`` is not a positive integer.
+    """
+
+    def __init__(self, compressor, sample_every: int = 10):
+        super().__init__()
+        if not hasattr(compressor, "stats"):
+            raise TypeError(
+                f"{compressor!r} keeps no statistics: give CompressionMetrics the hvd_fec "
+                "compressor that the optimizer has, such as hvd_fec.FEC()"
+            )
+        if int(sample_every) != sample_every or sample_every < 1:
+            raise ValueError(f"sample_every must be a positive integer, not {sample_every!r}")
+        self.compressor = compressor
+        self.sample_every = int(sample_every)
+        self._supports_tf_logs = True  # it only adds to them
+
+    def on_train_begin(self, logs=None):
+        self._sampled_at = None
+        self._epoch = self._batch = self.compressor.stats.totals()
+        self._sample(self._batch.steps)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = self._batch = self.compressor.stats.totals()
+        self._shown = self._values(Totals())
+
+    def on_train_batch_end(self, batch, logs=None):
+        now = self.compressor.stats.totals()
+        window = now.since(self._batch)
+        if window.steps:  # with backward_passes_per_step not every batch has an exchange
+            self._batch, self._shown = now, self._values(window)
+            self._sample(now.steps)
+        if logs is not None:
+            logs.update(self._shown)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if logs is not None:
+            logs.update(self._values(self.compressor.stats.totals().since(self._epoch)))
+
+    def _sample(self, steps):
+        if self._sampled_at is None or not 0 <= steps - self._sampled_at < self.sample_every:
+            self._sampled_at = steps
+            self.compressor.stats.sample_norms()
+
+    def _values(self, window: Totals) -> Dict[str, float]:
+        steps = max(1, window.steps)
+        return {
+            "ratio": window.ratio,
+            "density": window.density,
+            "sent_mb": window.bytes_sent / 1e6 / steps,
+            "residual": self.compressor.stats.residual_norm,
+            "encode_ms": 1e3 * window.encode / steps,
+            "exchange_ms": 1e3 * window.exchange / steps,
+            "decode_ms": 1e3 * window.decode / steps,
+        }
+
+    def table(self) -> str:
+        """A line for each compressed tensor, those that send most bytes first.
+
+        ``residual`` is the norm of its residual over that of its gradient, when last sampled.
+        """
+        names = {}
+        if self.model is not None:
+            names = {_handle_name(v): v.name for v in self.model.trainable_variables}
+        tensors = self.compressor.stats.tensors()
+        rows = [("tensor", "values", "density", "ratio", "kB per step", "residual")]
+        for key, t in sorted(tensors.items(), key=lambda item: -item[1].bytes_sent):
+            residual = t.residual_norm / t.gradient_norm if t.gradient_norm else float("nan")
+            kilobytes = t.bytes_sent / 1e3 / max(1, t.calls)
+            numbers = f"{t.size:,} {t.density:.3%} {t.ratio:.1f} {kilobytes:.2f} {residual:.2f}"
+            rows.append((names.get(key, str(key)), *numbers.split()))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in rows
+        )
+
+
+def _handle_name(variable: tf.Variable) -> str:
+    """What the compressors call the gradient of ``variable``."""
+    return tf.strings.format("{}", variable.handle).numpy().decode()
 
 
 def _variables(model) -> Dict[str, tf.Variable]:

@@ -6,13 +6,14 @@ import math
 import os
 import re
 import threading
+import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from functools import partial
 from numbers import Integral, Real
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -143,7 +144,7 @@ class _BatchCompressor(Compressor, ABC):
         entries: List[_Entry] = [e for e in (ref() for ref in batch.entries) if e is not None]
         keys = [self._key(entry, index) for index, entry in enumerate(entries)]
         with tf.device("/CPU:0"):
-            results = self._build(_Exchange(batch, entries, keys, token))
+            results = self._build(_Exchange(batch, entries, keys, token, self._stats))
             for entry, result in zip(entries, results):
                 entry.result = tf.reshape(result, entry.tensor.shape)
 
@@ -166,15 +167,19 @@ class _BatchCompressor(Compressor, ABC):
             )
         return _Key(None, None)
 
-    def _count(self, names, arrays, sent: int, kept: int) -> None:
-        """Note in the statistics that ``sent`` bytes went out for ``arrays``."""
-        self._stats.add(
-            names[0],
-            dense=sum(array.nbytes for array in arrays),
-            sent=sent,
-            elements=sum(array.size for array in arrays),
-            kept=kept,
-        )
+    def _count(self, names, arrays, sent: int, tally) -> None:
+        """Note in the statistics that ``sent`` bytes went out for ``arrays``; ``tally`` has the
+        values kept and bytes sent of each, shape (tensors, 2)."""
+        self._stats.add(names, arrays, sent, tally)
+        for name, array in zip(names, arrays):
+            if self._stats.wants_norms(name):
+                self._stats.add_norms(name, _norm(array), self._residual_norm(name, array.size))
+
+    def _residual_norm(self, name, size: int) -> float:
+        if not self.error_feedback:
+            return 0.0
+        with self.residuals.use(name, size) as residual:
+            return _norm(residual)
 
 
 class FEC(_BatchCompressor):
@@ -240,8 +245,8 @@ class FEC(_BatchCompressor):
             return self._build_two_shot(ex)
 
         def encode(names, *arrays):
-            frame, kept = self._encode(names, arrays, ex.probe)
-            self._count(names, arrays, frame.nbytes + ex.token_bytes, kept)
+            frame, tally = self._encode(names, arrays, ex.probe)
+            self._count(names, arrays, frame.nbytes + ex.token_bytes, tally)
             return frame
 
         def decode(names, gathered, token):
@@ -251,7 +256,7 @@ class FEC(_BatchCompressor):
 
         frame = tf.ensure_shape(ex.on_host(encode, ex.tensors, tf.uint8), [None])
         gathered = exchange.gather(frame, ex.name, ex.process_set)
-        return ex.on_host(decode, [gathered, ex.token], ex.dtypes)
+        return ex.on_host(decode, [gathered, ex.token], ex.dtypes, "decode")
 
     def _build_two_shot(self, ex):
         def scatter(names, *arrays):
@@ -262,14 +267,14 @@ class FEC(_BatchCompressor):
                 finite = [self._codec.is_finite(array) for array in flat]
             except Exception as error:  # as in _encode
                 finite = error
-            frames, kept = [], 0
+            frames, tally = [], 0
             for rank in range(ranks):
                 share = exchange.share(ex.sizes, rank, ranks)
-                frame, n = self._encode(names, flat, ex.probe, share, finite)
+                frame, counted = self._encode(names, flat, ex.probe, share, finite)
                 frames.append(frame)
-                kept += n
+                tally = tally + counted
             sent = sum(frame.nbytes for frame in frames)
-            self._count(names, arrays, sent + ex.token_bytes, kept)
+            self._count(names, arrays, sent + ex.token_bytes, tally)
             return np.concatenate(frames), np.array([f.size for f in frames], np.int32)
 
         def average(names, received):
@@ -302,14 +307,16 @@ class FEC(_BatchCompressor):
         received = exchange.scatter(frames, splits, ex.name, ex.process_set)
         frame = tf.ensure_shape(ex.on_host(average, [received], tf.uint8), [None])
         gathered = exchange.gather(frame, f"{ex.name}_gather", ex.process_set)
-        return ex.on_host(decode, [gathered, ex.token], ex.dtypes)
+        return ex.on_host(decode, [gathered, ex.token], ex.dtypes, "decode")
 
-    def _encode(self, names, arrays, probe, share=None, finite=None) -> Tuple[np.ndarray, int]:
-        """This rank's frame, and how many values it keeps: of ``arrays``, or of a ``share`` of
-        them, where ``finite`` says of each whether all of it is, or why that is unknown."""
+    def _encode(self, names, arrays, probe, share=None, finite=None):
+        """This rank's frame, and the values and bytes in it of each tensor: of ``arrays``, or of
+        a ``share`` of them, where ``finite`` says of each whether all of it is, or why that is
+        unknown."""
         if share is None:
             share = [(i, slice(0, array.size)) for i, array in enumerate(arrays)]
         finite = finite or [True] * len(arrays)
+        tally = np.zeros((len(arrays), 2), np.int64)
         try:
             if isinstance(finite, Exception):
                 raise finite
@@ -319,9 +326,10 @@ class FEC(_BatchCompressor):
             ]
             payloads = each(calls, [piece.stop - piece.start for _, piece in share])
         except Exception as error:  # every rank must hear of it, or they wait here forever
-            return wire.pack_error(f"{type(error).__name__}: {error}"), 0
-        kept = sum(wire.read_header(payload).kept for payload in payloads)
-        return wire.pack_frame(probe, payloads), kept
+            return wire.pack_error(f"{type(error).__name__}: {error}"), tally
+        for (i, _), payload in zip(share, payloads):
+            tally[i] += wire.read_header(payload).kept, payload.size
+        return wire.pack_frame(probe, payloads), tally
 
     def _encode_one(self, name, array, piece, finite) -> np.ndarray:
         flat = array.reshape(-1)[piece]
@@ -404,7 +412,8 @@ class _SumCompressor(_BatchCompressor):
             table, codec, scales, cuts = read_table(table)
             step = next(self._step_of[ex.label])
             words = np.zeros(cuts[-1] + 1, np.int64)
-            kept = 0
+            tally = np.zeros((len(arrays), 2), np.int64)
+            tally[:, 1] = 8 * np.diff(cuts)
 
             def pack(i):
                 if scales[i] is None:
@@ -414,11 +423,11 @@ class _SumCompressor(_BatchCompressor):
                 return self._pack(codec, arrays[i], scales[i], part, names[i], seed)
 
             try:
-                kept = sum(each([partial(pack, i) for i in range(len(arrays))], ex.sizes))
+                tally[:, 0] = each([partial(pack, i) for i in range(len(arrays))], ex.sizes)
             except Exception as error:  # the others wait for the words, and get a mark with them
                 failure[:] = [error]
                 words[-1] = 1
-            self._count(names, arrays, table_bytes + words.nbytes + ex.token_bytes, kept)
+            self._count(names, arrays, table_bytes + words.nbytes + ex.token_bytes, tally)
             return words, self._gathers(table)
 
         def decode(names, moved, table, token):
@@ -453,7 +462,7 @@ class _SumCompressor(_BatchCompressor):
             lambda: exchange.gather(words, f"{ex.name}_gather", ex.process_set),
             lambda: exchange.add_up(words, f"{ex.name}_sum", ex.process_set),
         )
-        return ex.on_host(decode, [moved, table, ex.token], ex.dtypes)
+        return ex.on_host(decode, [moved, table, ex.token], ex.dtypes, "decode")
 
 
 class _Scale(NamedTuple):
@@ -586,6 +595,11 @@ class TwoBit(_SumCompressor):
         return _Scale(self.threshold, self.threshold)
 
 
+def _norm(array: np.ndarray) -> float:
+    """Euclidean norm."""
+    return float(np.linalg.norm(array.reshape(-1).astype(np.float32, copy=False)))
+
+
 def _is_number(value) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
@@ -613,7 +627,7 @@ class _Entry:
 class _Exchange:
     """One exchange of the tensors of a batch, while its graph is built."""
 
-    def __init__(self, batch: _Batch, entries: List[_Entry], keys: List["_Key"], token):
+    def __init__(self, batch: _Batch, entries: List[_Entry], keys: List["_Key"], token, stats):
         self.process_set, self.probe, self.token = batch.process_set, batch.probe, token
         self.tensors = [entry.tensor for entry in entries]
         self.sizes = [tensor.shape.num_elements() for tensor in self.tensors]
@@ -623,6 +637,8 @@ class _Exchange:
         self.label = self.name or "/".join(str(key.static) for key in keys)
         """The same in every run of a program: what random numbers may depend on."""
         self._keys = keys
+        self._stats = stats
+        self._calls, self._left = 0, 0.0
         # A host call on constant tensors would itself be constant: folded away, and run once for
         # all steps. TensorFlow takes nothing random for constant, however little of it there is.
         self._changing = tf.raw_ops.RandomUniform(shape=[0], dtype=tf.float32, seed=1, seed2=1)
@@ -631,12 +647,21 @@ class _Exchange:
         handles = [key.handle for key in keys if key.handle is not None]
         self._handle_names = tf.strings.format("\n".join(["{}"] * len(handles)), handles)
 
-    def on_host(self, function, inputs, dtypes):
+    def on_host(self, function, inputs, dtypes, phase="encode"):
         """``function(names, *inputs)``, run in NumPy whenever the graph runs. ``names`` identify
-        the tensors from step to step and are None where unknown."""
+        the tensors from step to step and are None where unknown. Its time counts to ``phase``,
+        that since the call before to the exchange."""
+        first, self._calls = not self._calls, self._calls + 1
 
         def call(handle_names, _, *arrays):
-            return function(_resolve(self._keys, handle_names), *arrays)
+            begun = time.perf_counter()
+            if not first:
+                self._stats.add_seconds("exchange", begun - self._left)
+            try:
+                return function(_resolve(self._keys, handle_names), *arrays)
+            finally:
+                self._left = time.perf_counter()
+                self._stats.add_seconds(phase, self._left - begun)
 
         # Stateless, or TensorFlow would run all exchanges of a step one after the other.
         inputs = [self._handle_names, self._changing, *inputs]

@@ -1,19 +1,23 @@
-"""ReplicaCheck on models that agree, and on models that do not."""
+"""ReplicaCheck on models that agree and that do not; CompressionMetrics where people look."""
+
+import csv
 
 import horovod.tensorflow.keras as hvd
 import numpy as np
 import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorflow import keras
 
 import hvd_fec
-from hvd_fec.callbacks import ReplicaCheck, ReplicaError
+from hvd_fec.callbacks import CompressionMetrics, ReplicaCheck, ReplicaError
 
 RANK, SIZE = hvd.rank(), hvd.size()
 LAST = SIZE - 1
 STEPS = 12
 
 
-def build(norm=False):
+def build(norm=False, compressor=None):
     """Ranks start from different weights: only the broadcast makes them equal."""
     keras.utils.set_random_seed(RANK)
     layers = [keras.layers.Dense(64, name="first"), keras.layers.Dense(3, name="second")]
@@ -21,7 +25,9 @@ def build(norm=False):
         layers.insert(1, keras.layers.BatchNormalization(name="norm"))
     model = keras.Sequential([keras.layers.Input((32,)), *layers])
     optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(0.01, momentum=0.9), compression=hvd_fec.FEC(-9), groups=1
+        keras.optimizers.SGD(0.01, momentum=0.9),
+        compression=compressor or hvd_fec.FEC(-9),
+        groups=1,
     )
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
@@ -121,3 +127,111 @@ def test_missing_variable_is_named():
 def test_period_must_be_positive(every):
     with pytest.raises(ValueError, match="every must be a positive integer"):
         ReplicaCheck(every=every)
+
+
+# ---- CompressionMetrics -----------------------------------------------------------------------
+
+SHOWN = ["ratio", "density", "sent_mb", "residual", "encode_ms", "exchange_ms", "decode_ms"]
+
+
+class Logs(keras.callbacks.Callback):
+    """What callbacks after CompressionMetrics see of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(dict(logs))
+
+
+def events(folder):
+    """Scalars in TensorBoard's event files, by tag: one value a step."""
+    scalars = {}
+    for path in sorted(folder.rglob("events.out.tfevents.*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "scalars":
+                    scalars.setdefault(value.tag, []).append(tf.make_ndarray(value.tensor).item())
+    return scalars
+
+
+@pytest.mark.parametrize("make", [hvd_fec.FEC, hvd_fec.Ternary], ids=["fec", "ternary"])
+def test_metrics_reach_csv_and_tensorboard(make, tmp_path):
+    compressor = make()
+    model, logs = build(compressor=compressor), Logs()
+    metrics = CompressionMetrics(compressor, sample_every=1)
+    fit(
+        model,
+        metrics,
+        hvd.callbacks.MetricAverageCallback(),
+        keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+        keras.callbacks.TensorBoard(tmp_path / "board"),
+        logs,
+        epochs=2,
+    )
+    with open(tmp_path / "log.csv") as file:
+        rows = [{name: float(row[name]) for name in SHOWN} for row in csv.DictReader(file)]
+    board = events(tmp_path / "board")
+    for name in SHOWN:
+        np.testing.assert_allclose(board[f"epoch_{name}"], [row[name] for row in rows], rtol=1e-5)
+    # every rank has the mean of all ranks here, as MetricAverageCallback left it
+    same = hvd.allgather(tf.constant([[row[name] for name in SHOWN] for row in rows])).numpy()
+    assert (same.reshape(SIZE, 2, -1) == same[:2]).all()
+
+    seen, stats = logs.seen, compressor.stats
+    assert len(seen) == stats.steps == 2 * STEPS
+    assert sum(row["sent_mb"] for row in seen) == pytest.approx(stats.bytes_sent / 1e6)
+    dense = stats.bytes_dense / 2 / STEPS
+    assert all(row["ratio"] == pytest.approx(dense / 1e6 / row["sent_mb"]) for row in seen)
+    density = np.mean([row["density"] for row in seen])
+    assert 0 < density < 1 and density == pytest.approx(stats.density)
+    for phase in ("encode", "exchange", "decode"):
+        total = sum(row[f"{phase}_ms"] for row in seen)
+        assert 0 < total == pytest.approx(1e3 * getattr(stats.totals(), phase))
+
+
+def test_residual_is_that_of_the_store():
+    compressor = hvd_fec.FEC(-6)
+    model, logs = build(compressor=compressor), Logs()
+    fit(model, CompressionMetrics(compressor, sample_every=1), logs)
+    ((key, residual),) = compressor.residuals.items()  # the first kernel; the others are small
+    tensor = compressor.stats.tensors()[key]
+    assert tensor.residual_norm == pytest.approx(np.linalg.norm(residual))
+    assert logs.seen[-1]["residual"] == pytest.approx(tensor.residual_norm / tensor.gradient_norm)
+    assert len({row["residual"] for row in logs.seen}) == STEPS, "sampled in every step"
+
+
+def test_norms_are_sampled_now_and_then():
+    compressor = hvd_fec.FEC(-6)
+    model, logs = build(compressor=compressor), Logs()
+    fit(model, CompressionMetrics(compressor, sample_every=5), logs)
+    values = [row["residual"] for row in logs.seen]
+    assert values[:5] == values[:1] * 5 and values[5:10] == values[5:6] * 5
+    assert len(set(values)) == 3 and 0 not in values
+
+
+def test_table_names_the_variables():
+    compressor = hvd_fec.FEC(-9)
+    model = build(compressor=compressor)
+    metrics = CompressionMetrics(compressor)
+    assert len(metrics.table().splitlines()) == 1, "before training"
+    fit(model, metrics)
+    head, line = metrics.table().splitlines()
+    assert head.split()[0] == "tensor"
+    assert line.split()[:2] == ["first/kernel:0", "2,048"]
+
+
+def test_two_shots_count_each_tensor_once():
+    compressor = hvd_fec.FEC(-9, exchange="twoshot")
+    fit(build(compressor=compressor), CompressionMetrics(compressor))
+    (tensor,) = compressor.stats.tensors().values()
+    assert (tensor.calls, tensor.size) == (STEPS, 32 * 64)
+    assert tensor.density == compressor.stats.density > 0
+
+
+def test_metrics_need_a_compressor_with_statistics():
+    with pytest.raises(TypeError, match="keeps no statistics: give CompressionMetrics the hvd_fec"):
+        CompressionMetrics(hvd.Compression.none)
+    with pytest.raises(ValueError, match="sample_every must be a positive integer, not 0"):
+        CompressionMetrics(hvd_fec.FEC(), sample_every=0)
