@@ -37,7 +37,7 @@ def fit(model, *callbacks, **kwargs):
     rng = np.random.default_rng(RANK)
     x, y = rng.standard_normal((8 * STEPS, 32), np.float32), rng.integers(3, size=8 * STEPS)
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(x, y, batch_size=8, verbose=0, callbacks=[broadcast, *callbacks], **kwargs)
+    model.fit(x, y, batch_size=8, callbacks=[broadcast, *callbacks], **{"verbose": 0, **kwargs})
 
 
 class Spoil(keras.callbacks.Callback):
@@ -202,10 +202,12 @@ def test_residual_is_that_of_the_store():
     assert len({row["residual"] for row in logs.seen}) == STEPS, "sampled in every step"
 
 
-def test_norms_are_sampled_now_and_then():
+def test_progress_bar_and_samples_of_norms(capsys):
     compressor = hvd_fec.FEC(-6)
     model, logs = build(compressor=compressor), Logs()
-    fit(model, CompressionMetrics(compressor, sample_every=5), logs)
+    fit(model, CompressionMetrics(compressor, sample_every=5), logs, verbose=1)
+    bar = capsys.readouterr().out.splitlines()[-1]
+    assert all(f" - {name}: " in bar for name in SHOWN)
     values = [row["residual"] for row in logs.seen]
     assert values[:5] == values[:1] * 5 and values[5:10] == values[5:6] * 5
     assert len(set(values)) == 3 and 0 not in values
