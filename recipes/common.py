@@ -31,7 +31,7 @@ from hvd_fec.callbacks import ReplicaCheck
 COMPRESSIONS = {
     "none": lambda args: hvd.Compression.none,
     "fp16": lambda args: hvd.Compression.fp16,
-    "fec": lambda args: hvd_fec.FEC(threshold=args.threshold),
+    "fec": lambda args: hvd_fec.FEC(threshold=args.threshold, exchange=args.exchange),
     "ternary": lambda args: hvd_fec.Ternary(
         args.rounding, args.sparsity, args.clip_sigma, args.seed
     ),
@@ -57,6 +57,12 @@ def option_parser(description, *, epochs, batch_size, lr, warmup_epochs=0):
     add = parser.add_argument
     add("--compression", choices=COMPRESSIONS, default="none", help="codec in use")
     add("--threshold", type=int, default=-7, help="fec: keep gradients from 2**THRESHOLD up")
+    add(
+        "--exchange",
+        choices=("auto", "allgather", "twoshot"),
+        default="auto",
+        help="fec: how payloads reach all ranks",
+    )
     add(
         "--rounding",
         choices=("threshold", "stochastic"),

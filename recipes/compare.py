@@ -81,7 +81,7 @@ def measure(args, run, seed):
     return result
 
 
-def wire_factor(compression, ranks, dense_bytes):
+def wire_factor(compression, ranks, dense_bytes, exchange="auto"):
     """Bytes that a rank sends to the network for each byte it gives away.
 
     A ring allreduce moves 2 (n - 1) / n times its input through each rank, a
@@ -89,7 +89,8 @@ def wire_factor(compression, ranks, dense_bytes):
     payload and the n-th part of one, of which it keeps a part and passes the
     other on n - 1 times.
     """
-    if compression == "fec" and two_shot_pays(ranks, dense_bytes):
+    two_shots = exchange == "twoshot" or exchange == "auto" and two_shot_pays(ranks, dense_bytes)
+    if compression == "fec" and two_shots:
         return 2 * (ranks - 1) / (ranks + 1)
     if compression == "fec" or compression in ("ternary", "twobit") and gathers(ranks):
         return ranks - 1
@@ -100,7 +101,8 @@ def wire_seconds(result, mbits):
     """Seconds per step that the bytes take through a network of `mbits` Mbit/s."""
     steps = result["steps"] - result["first_step"]
     sent, dense = (1e6 * result[key] / steps for key in ("mb_sent", "mb_dense"))
-    sent *= wire_factor(result["compression"], result["ranks"], dense)
+    exchange = result["settings"].get("exchange", "auto")
+    sent *= wire_factor(result["compression"], result["ranks"], dense, exchange)
     return 8 * sent / (1e6 * mbits)
 
 

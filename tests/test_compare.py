@@ -40,10 +40,15 @@ def test_wire_factor(compression, ranks, dense, factor):
     assert compare.wire_factor(compression, ranks, dense) == pytest.approx(factor)
 
 
+def test_wire_factor_of_a_chosen_exchange():
+    assert compare.wire_factor("fec", 8, 4e8, "allgather") == 7
+    assert compare.wire_factor("fec", 8, 4e4, "twoshot") == pytest.approx(14 / 9)
+
+
 def test_wire_time():
     """2 MB sent in 4 steps, of which each takes 4 ms at 1 Gbit/s."""
     result = {"steps": 6, "first_step": 2, "mb_sent": 2, "mb_dense": 8}
-    result |= {"compression": "none", "ranks": 2}
+    result |= {"compression": "none", "ranks": 2, "settings": {}}
     assert compare.wire_seconds(result, 1000) == pytest.approx(0.004)
 
 
