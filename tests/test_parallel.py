@@ -29,7 +29,7 @@ def horovodrun(ranks, *command, timeout=240, **env):
     return done.stdout
 
 
-@pytest.mark.parametrize("name, ranks", [("fec", 2), ("fec", 3), ("callbacks", 3)])
+@pytest.mark.parametrize("name, ranks", [("fec", 2), ("fec", 3), ("callbacks", 3), ("training", 2)])
 def test_exchange(name, ranks):
     output = horovodrun(
         ranks, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/parallel/{name}.py"
