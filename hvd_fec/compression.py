@@ -192,7 +192,8 @@ class FEC(_BatchCompressor):
     the quantiser are those of :class:`hvd_fec.codecs.FecCodec`.
 
     Args:
-        threshold: keep a value when its magnitude is at least ``2**threshold``.
+        threshold: keep a value when its magnitude is at least ``2**threshold``; an integer in the
+            published scheme, but any number from -126 to 113 will do.
         error_feedback: keep residuals. Without them what is below the threshold is lost.
         min_size: tensors of fewer elements go through Horovod uncompressed, as do integer tensors
             and tensors whose size is not known when the graph is built.
@@ -210,7 +211,7 @@ class FEC(_BatchCompressor):
 
     def __init__(
         self,
-        threshold: int = -9,
+        threshold: float = -9,
         error_feedback: bool = True,
         min_size: int = 1024,
         process_set=None,
@@ -223,7 +224,7 @@ class FEC(_BatchCompressor):
         self.exchange = exchange
 
     @property
-    def threshold(self) -> int:
+    def threshold(self) -> float:
         """Exponent of the smallest kept magnitude."""
         return self._codec.threshold
 
@@ -287,7 +288,9 @@ class FEC(_BatchCompressor):
             except Exception as error:  # as in _encode
                 return wire.pack_error(str(error))
             names = [names[i] and f"{names[i]}, mean of {rank}/{ranks}" for i, _ in share]
-            frame, _ = self._encode(names, means, ex.probe)
+            # Means of n independent values are sqrt(n) times smaller: this keeps as many of them.
+            codec = FecCodec(max(self.threshold - math.log2(ranks) / 2, -126))
+            frame, _ = self._encode(names, means, ex.probe, codec=codec)
             self._stats.add_sent(frame.nbytes)
             return frame
 
@@ -309,19 +312,20 @@ class FEC(_BatchCompressor):
         gathered = exchange.gather(frame, f"{ex.name}_gather", ex.process_set)
         return ex.on_host(decode, [gathered, ex.token], ex.dtypes, "decode")
 
-    def _encode(self, names, arrays, probe, share=None, finite=None):
+    def _encode(self, names, arrays, probe, share=None, finite=None, codec=None):
         """This rank's frame, and the values and bytes in it of each tensor: of ``arrays``, or of
         a ``share`` of them, where ``finite`` says of each whether all of it is, or why that is
         unknown."""
         if share is None:
             share = [(i, slice(0, array.size)) for i, array in enumerate(arrays)]
         finite = finite or [True] * len(arrays)
+        codec = codec or self._codec
         tally = np.zeros((len(arrays), 2), np.int64)
         try:
             if isinstance(finite, Exception):
                 raise finite
             calls = [
-                partial(self._encode_one, names[i], arrays[i], piece, finite[i])
+                partial(self._encode_one, codec, names[i], arrays[i], piece, finite[i])
                 for i, piece in share
             ]
             payloads = each(calls, [piece.stop - piece.start for _, piece in share])
@@ -331,12 +335,12 @@ class FEC(_BatchCompressor):
             tally[i] += wire.read_header(payload).kept, payload.size
         return wire.pack_frame(probe, payloads), tally
 
-    def _encode_one(self, name, array, piece, finite) -> np.ndarray:
+    def _encode_one(self, codec, name, array, piece, finite) -> np.ndarray:
         flat = array.reshape(-1)[piece]
         if not self.error_feedback or name is None or not finite:
-            return self._codec.encode(flat)
+            return codec.encode(flat)
         with self.residuals.use(name, array.size) as residual:
-            return self._codec.encode(flat, residual[piece])
+            return codec.encode(flat, residual[piece])
 
 
 class _SumCompressor(_BatchCompressor):

@@ -706,13 +706,13 @@ def test_payload_is_near_the_entropy_bound(kept_fraction, bound):
 @pytest.mark.parametrize(
     "threshold, message",
     [
-        (1.5, "integer, not 1.5"),
-        (True, "integer, not True"),
-        (np.True_, "integer, not True"),
-        ("3", "integer, not '3'"),
-        (None, "integer, not None"),
-        (math.nan, "integer, not nan"),
-        (math.inf, "integer, not inf"),
+        (True, "number, not True"),
+        (np.True_, "number, not True"),
+        ("3", "number, not '3'"),
+        (None, "number, not None"),
+        (math.nan, "number, not nan"),
+        (math.inf, "number, not inf"),
+        (113.5, "113.5 is outside"),
         (200, r"200 is outside -126\.\.113"),
         (-127, "-127 is outside"),
         (114, "114 is outside"),
@@ -721,6 +721,28 @@ def test_payload_is_near_the_entropy_bound(kept_fraction, bound):
 def test_bad_threshold(threshold, message):
     with pytest.raises(ValueError, match=message):
         FecCodec(threshold)
+
+
+def test_threshold_between_octaves():
+    """Codes, values and residuals are those of an integer threshold, all times sqrt(2)."""
+    root = np.float32(math.sqrt(2))
+    x = np.float32([1.41, 1.42, -2.82, -2.83, 1e9, 0])
+    residual = np.zeros(6, np.float32)
+    payload = FecCodec(0.5).encode(x, residual)
+    # sqrt(2) is 0x3fb504f3: exponent 127, and so threshold 0, and this mantissa
+    assert payload[8:16].tobytes().hex() == "00000000f3043500"
+    expected = np.float32([0, 1, -1, -2, 2**14, 0]) * np.float32(float(root) * 4 / 3)
+    np.testing.assert_array_equal(FecCodec().decode(payload), expected)
+    np.testing.assert_array_equal(residual, x - expected)
+    out = np.ones(6, np.float32)
+    FecCodec().decode_add(payload, out, 0.5)
+    np.testing.assert_array_equal(out, 1 + expected / 2)
+
+
+def test_values_well_above_the_threshold_are_counted():
+    x = np.float32([0.99, 1, 1.24, -1.25, -1.3, 7, 0])
+    payload, above = FecCodec(0).encode_counting(x)
+    assert (wire.read_header(payload).kept, above) == (5, 3)
 
 
 @pytest.mark.parametrize("threshold", [-9, -9.0, np.int64(-9), np.float32(-9)])

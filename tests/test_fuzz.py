@@ -346,7 +346,7 @@ def test_sanitizers_would_find_something(sanitized, table, found):
     result = sanitized(
         "-c",
         "import numpy as np; from hvd_fec._ext import _kernels; "
-        f"_kernels.fec_decode_add(np.uint8([1]), np.uint8([0]), np.uint16({table}), 0, 1.0, "
+        f"_kernels.fec_decode_add(np.uint8([1]), np.uint8([0]), np.uint16({table}), 1.0, 1.0, "
         "np.zeros(9, np.float32))",
     )
     assert result.returncode != 0

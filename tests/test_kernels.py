@@ -5,6 +5,7 @@ Outputs lie between guard bytes, and every comparison is bit for bit.
 
 import ctypes
 import functools
+import math
 import mmap
 import os
 import platform
@@ -100,10 +101,11 @@ def encode(kernels, x, dtype, residual, threshold, offset=0):
     signs = Guarded(n // 8 + chunks, offset=offset)
     table = Guarded(2 * chunks, np.uint16)
     used = kernels.fec_encode(
-        x.view(np.uint8), dtype, residual, threshold, codes.array, signs.array, table.array
+        x.view(np.uint8), dtype, residual, 2.0**threshold, codes.array, signs.array, table.array
     )
     for buffer in codes, signs, table:
         buffer.check()
+    assert 0 <= used[3] <= used[2]
     return codes.array[: used[0]], signs.array[: used[1]], table.array, used[2]
 
 
@@ -178,6 +180,22 @@ def test_encode_any_bits(kernels):
         assert np.isfinite(r).all()
 
 
+@compiled
+@pytest.mark.parametrize("threshold", [-125.9, -8.3, 0.5, 112.7])
+def test_thresholds_between_octaves(kernels, threshold):
+    for n in [1, 17, 2049, CHUNK + 5]:
+        x = values(n, 3, 0.3, n).astype(np.float64) * 2.0**threshold
+        x = np.clip(x, -3e38, 3e38).astype(np.float32)
+        r, r_twin = x / 3, x / 3
+        encoded = encode(kernels, x, 3, r, threshold)
+        assert as_bytes(encoded) == as_bytes(encode(_numpy, x, 3, r_twin, threshold))
+        assert r.tobytes() == r_twin.tobytes()
+        out, out_twin = np.ones((2, n), np.float32)
+        kernels.fec_decode_add(*encoded[:3], 2.0**threshold, 0.5, out)
+        _numpy.fec_decode_add(*encoded[:3], 2.0**threshold, 0.5, out_twin)
+        assert out.tobytes() == out_twin.tobytes()
+
+
 @functools.lru_cache(None)
 def decode_case(n, density):
     """What the twin encodes, an array, and the array after the twin added to it."""
@@ -185,7 +203,7 @@ def decode_case(n, density):
     before = residuals(n)
     before[::7] = -0.0
     expected = before.copy()
-    _numpy.fec_decode_add(*encoded[:3], 0, 1 / 3, expected)
+    _numpy.fec_decode_add(*encoded[:3], 1, 1 / 3, expected)
     return encoded, before, expected
 
 
@@ -198,7 +216,7 @@ def test_decode_add(kernels, density):
         for offset in OFFSETS if density == 0.3 and n in LENGTHS else [n % 16]:
             out = Guarded(n, np.float32, 4 * (offset % 8))
             out.array[...] = before
-            args = placed(codes, offset), placed(signs, offset), table, 0, 1 / 3, out.array
+            args = placed(codes, offset), placed(signs, offset), table, 1, 1 / 3, out.array
             kernels.fec_decode_add(*args)
             out.check()
             assert out.array.tobytes() == expected.tobytes(), (n, offset)
@@ -211,8 +229,8 @@ def test_decode_add_scales(kernels, scale, threshold):
     codes, signs, table, _ = encode(_numpy, values(500, 3, 0.5), 3, None, threshold)
     out = values(500, 3, 0.5, 7)
     expected = out.copy()
-    _numpy.fec_decode_add(codes, signs, table, threshold, scale, expected)
-    kernels.fec_decode_add(codes, signs, table, threshold, scale, out)
+    _numpy.fec_decode_add(codes, signs, table, 2.0**threshold, scale, expected)
+    kernels.fec_decode_add(codes, signs, table, 2.0**threshold, scale, out)
     np.testing.assert_array_equal(out, expected)
     assert out.tobytes() == expected.tobytes() or np.isnan(scale)
 
@@ -354,7 +372,7 @@ def test_code_runs_of_exact_lengths(kernels, run):
         assert result == as_bytes(encode(_numpy, x, 3, None, 0))
         out = np.zeros(x.size, np.float32)
         codes, signs, table = (np.frombuffer(part, np.uint8) for part in result[:3])
-        kernels.fec_decode_add(codes, signs, table.view(np.uint16), 0, 0.75, out)
+        kernels.fec_decode_add(codes, signs, table.view(np.uint16), 1, 0.75, out)
         np.testing.assert_array_equal(out, x)
 
 
@@ -437,26 +455,26 @@ def test_arguments_are_checked():
     x, r = np.zeros(40, np.uint8), np.zeros(10, np.float32)
     codes, signs, table = np.zeros(5, np.uint8), np.zeros(2, np.uint8), np.zeros(2, np.uint16)
     encode = _kernels.fec_encode
-    encode(x, 3, r, 0, codes, signs, table)
+    encode(x, 3, r, 1, codes, signs, table)
     for dtype in 0, 5, -1, 255:
         with pytest.raises(ValueError, match="unknown dtype code"):
-            encode(x, dtype, r, 0, codes, signs, table)
+            encode(x, dtype, r, 1, codes, signs, table)
         with pytest.raises(ValueError, match="unknown dtype code"):
             _kernels.all_finite(x, dtype)
     with pytest.raises(ValueError, match="residual has 9 elements, x has 10"):
-        encode(x, 3, r[:9], 0, codes, signs, table)
-    for threshold in -127, 114:
-        with pytest.raises(ValueError, match=f"threshold {threshold} is outside"):
-            encode(x, 3, r, threshold, codes, signs, table)
+        encode(x, 3, r[:9], 1, codes, signs, table)
+    for lowest in 2.0**-127, 2.0**114, -1.0, math.nan:
+        with pytest.raises(ValueError, match="threshold .* is outside"):
+            encode(x, 3, r, lowest, codes, signs, table)
     for buffers in (codes[:4], signs, table), (codes, signs[:1], table), (codes, signs, table[:1]):
         with pytest.raises(ValueError, match="too small"):
-            encode(x, 3, r, 0, *buffers)
+            encode(x, 3, r, 1, *buffers)
     with pytest.raises(ValueError, match="table entries for"):
         _kernels.fec_check(codes, signs, table, CHUNK + 1)
     with pytest.raises(ValueError, match="too small"):
         _kernels.pack_runs(codes, signs)
     with pytest.raises(ValueError):
-        encode(x, 3, r.astype(np.float64), 0, codes, signs, table)
+        encode(x, 3, r.astype(np.float64), 1, codes, signs, table)
 
 
 # ---- the choice ---------------------------------------------------------------------------------

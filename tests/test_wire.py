@@ -52,7 +52,7 @@ def with_field(offset, form, value):
     return bytes(payload)
 
 
-N, KEPT, (CODES, SIGNS, _) = wire.read_header(PAYLOAD)[-3:]
+N, KEPT, (CODES, SIGNS, _) = wire.read_header(PAYLOAD)[4:7]
 DAMAGED = {
     "magic": (0, "4s", b"HFEX", r"b'HFEX', not b'HFEC'"),
     "version": (4, "B", 2, "version 2, .* version 1: install the same"),
@@ -64,9 +64,10 @@ DAMAGED = {
     "threshold below": (8, "h", -127, "threshold -127, outside -126..113"),
     "threshold above": (8, "h", 114, "threshold 114, outside -126..113"),
     **{
-        f"reserved {i}": (i, "B", 3, "bytes 10 to 15 are reserved and .*03.*, not zero")
-        for i in range(10, 16)
+        f"reserved {i}": (i, "B", 3, "bytes 10 and 11 are reserved and .*03.*, not zero")
+        for i in (10, 11)
     },
+    "mantissa": (12, "I", 2**23, "mantissa 8388608, more than 23 bits"),
     "more than there is": (16, "Q", KEPT - 1, f"claims {KEPT} kept values of {KEPT - 1}"),
     "fewer elements": (16, "Q", N // 2, "chunk 0 of 1 has a code stream that runs past its plane"),
     "more chunks": (16, "Q", 2**20, f"needs a chunk table of 128 bytes, .* has {CODES}"),
@@ -160,11 +161,11 @@ MALFORMED = {
     "non-finite end": (chunk(24, "", "", 0, "ff"), "non-finite plane of 1 bytes is malformed"),
     "kept": (chunk(20, "0111", "", 3), "claims 3 kept values and holds 2"),
     "nothing to hold": (
-        wire.HEADER.pack(b"HFEC", 1, 1, 3, 0, 0, 0, 0, 1, 0, 0) + b"0",
+        wire.HEADER.pack(b"HFEC", 1, 1, 3, 0, 0, 0, 0, 0, 1, 0, 0) + b"0",
         "adds up to",
     ),
     "table of two": (
-        wire.HEADER.pack(b"HFEC", 1, 1, 3, 0, 0, 40000, 0, 9, 0, 0)
+        wire.HEADER.pack(b"HFEC", 1, 1, 3, 0, 0, 0, 40000, 0, 9, 0, 0)
         + bytes([1, 0, 0, 0]) * 2
         + b"\1",
         r"adds up to 2 \+ 0 bytes, the sections have 1 \+ 0",

@@ -19,14 +19,15 @@ cdef extern from "kernels.h" nogil:
         size_t codes
         size_t signs
         uint64_t kept
+        uint64_t above
     ctypedef struct kernel_set:
         const char *name
         int (*all_finite)(const void *, int, size_t) noexcept nogil
-        fec_sizes (*fec_encode)(const void *, int, float *, size_t, int, uint8_t *, uint8_t *,
+        fec_sizes (*fec_encode)(const void *, int, float *, size_t, float, uint8_t *, uint8_t *,
                                 uint16_t *) noexcept nogil
         int (*fec_check)(const uint8_t *, size_t, const uint8_t *, size_t, const uint16_t *,
                          size_t, size_t *, uint64_t *) noexcept nogil
-        void (*fec_decode_add)(const uint8_t *, const uint8_t *, const uint16_t *, size_t, int,
+        void (*fec_decode_add)(const uint8_t *, const uint8_t *, const uint16_t *, size_t, float,
                                float, float *) noexcept nogil
         size_t (*pack_runs)(const uint8_t *, size_t, uint8_t *) noexcept nogil
         int (*unpack_runs)(const uint8_t *, size_t, uint8_t *, size_t) noexcept nogil
@@ -96,11 +97,12 @@ def all_finite(const uint8_t[::1] x, int dtype):
     return bool(good)
 
 
-def fec_encode(const uint8_t[::1] x, int dtype, float[::1] residual, int threshold,
+def fec_encode(const uint8_t[::1] x, int dtype, float[::1] residual, float lowest,
                uint8_t[::1] codes, uint8_t[::1] signs, uint16_t[::1] table):
     """Encode finite ``x`` into the buffers and update ``residual`` (or None) in place.
 
-    Returns (bytes of codes, bytes of signs, values kept). The buffers must hold the worst case:
+    Values from ``lowest`` up are kept. Returns (bytes of codes, bytes of signs, values kept, how
+    many of these are a quarter of the power of two in ``lowest`` above it). The buffers must hold the worst case:
     ceil(n / 2) codes, ceil(n / 8) + chunks signs, 2 table entries per chunk.
     """
     cdef size_t n = _elements(x, dtype)
@@ -108,21 +110,21 @@ def fec_encode(const uint8_t[::1] x, int dtype, float[::1] residual, int thresho
     cdef float *r = NULL
     cdef unsigned mode
     if n == 0:
-        return 0, 0, 0
+        return 0, 0, 0, 0
     if residual is not None:
         if <size_t>residual.shape[0] != n:
             raise ValueError(f"residual has {residual.shape[0]} elements, x has {n}")
         r = &residual[0]
-    if not -126 <= threshold <= 113:
-        raise ValueError(f"threshold {threshold} is outside -126..113")
+    if not 2.0**-126 <= lowest <= 2.0**113:
+        raise ValueError(f"threshold {lowest} is outside 2**-126..2**113")
     if (<size_t>codes.shape[0] < (n + 1) // 2 or <size_t>signs.shape[0] < n // 8 + _chunks(n)
             or <size_t>table.shape[0] < 2 * _chunks(n)):
         raise ValueError("output buffers are too small")
     with nogil:
         mode = kernels_enter()
-        sizes = active.fec_encode(&x[0], dtype, r, n, threshold, &codes[0], &signs[0], &table[0])
+        sizes = active.fec_encode(&x[0], dtype, r, n, lowest, &codes[0], &signs[0], &table[0])
         kernels_leave(mode)
-    return sizes.codes, sizes.signs, sizes.kept
+    return sizes.codes, sizes.signs, sizes.kept, sizes.above
 
 
 def fec_check(const uint8_t[::1] codes, const uint8_t[::1] signs, const uint16_t[::1] table,
@@ -143,7 +145,7 @@ def fec_check(const uint8_t[::1] codes, const uint8_t[::1] signs, const uint16_t
 
 
 def fec_decode_add(const uint8_t[::1] codes, const uint8_t[::1] signs, const uint16_t[::1] table,
-                   int threshold, float scale, float[::1] out):
+                   float lowest, float scale, float[::1] out):
     """out += scale * decoded. Only for sections that ``fec_check`` found sound for this ``n``."""
     cdef size_t n = out.shape[0]
     cdef unsigned mode
@@ -153,7 +155,7 @@ def fec_decode_add(const uint8_t[::1] codes, const uint8_t[::1] signs, const uin
     cdef const uint8_t *s = &signs[0] if signs.shape[0] else NULL
     with nogil:
         mode = kernels_enter()
-        active.fec_decode_add(c, s, &table[0], n, threshold, scale, &out[0])
+        active.fec_decode_add(c, s, &table[0], n, lowest, scale, &out[0])
         kernels_leave(mode)
 
 

@@ -8,10 +8,6 @@
 #include <immintrin.h>
 #endif
 
-/* A kept value decodes to 4/3 of its octave's lower end (docs/algorithms.md): this is the
- * mantissa field of 4/3 in float32. */
-#define FEC_MANTISSA 0x2aaaabu
-
 static inline uint32_t bits_of(float f)
 {
     uint32_t b;
@@ -36,13 +32,17 @@ static inline uint64_t load64(const uint8_t *p)
 
 static inline void store64(uint8_t *p, uint64_t w) { memcpy(p, &w, 8); }
 
-/* lut[sign << 4 | code] = scale times the value that the code stands for. */
-static void fec_values(int threshold, float scale, float *lut)
+/* Bits of what code 1 stands for: 4/3 of the smallest kept magnitude (docs/algorithms.md). Code c
+ * stands for 2**(c - 1) times that. */
+static uint32_t fec_first(float lowest) { return bits_of((float)(lowest * 4.0 / 3.0)); }
+
+/* lut[sign << 4 | code] = scale times the value that the code stands for; `first` are the bits of
+ * that of code 1. */
+static void fec_values(uint32_t first, float scale, float *lut)
 {
     lut[0] = lut[16] = 0.0f;
     for (unsigned c = 1; c < 16; c++) {
-        uint32_t exponent = (uint32_t)(threshold + 126 + (int)c);
-        float value = float_of(exponent << 23 | FEC_MANTISSA) * scale;
+        float value = float_of(first + ((c - 1) << 23)) * scale;
         lut[c] = value;
         lut[16 | c] = -value;
     }

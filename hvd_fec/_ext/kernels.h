@@ -33,6 +33,7 @@ typedef struct {
     size_t codes;   /* bytes of the code section */
     size_t signs;   /* bytes of the sign section */
     uint64_t kept;  /* values kept */
+    uint64_t above; /* of these, values well above the smallest kept magnitude */
 } fec_sizes;
 
 /* Ternary: words of one block, values of one conversion, and the most that a word can hold. */
@@ -63,13 +64,13 @@ ternary_radix ternary_radix_of(uint64_t ranks);
 typedef struct {
     const char *name;
     int (*all_finite)(const void *x, int dtype, size_t n);
-    fec_sizes (*fec_encode)(const void *x, int dtype, float *residual, size_t n, int threshold,
+    fec_sizes (*fec_encode)(const void *x, int dtype, float *residual, size_t n, float lowest,
                             uint8_t *codes, uint8_t *signs, uint16_t *table);
     int (*fec_check)(const uint8_t *codes, size_t codes_len, const uint8_t *signs,
                      size_t signs_len, const uint16_t *table, size_t n, size_t *bad_chunk,
                      uint64_t *kept);
     void (*fec_decode_add)(const uint8_t *codes, const uint8_t *signs, const uint16_t *table,
-                           size_t n, int threshold, float scale, float *out);
+                           size_t n, float lowest, float scale, float *out);
     size_t (*pack_runs)(const uint8_t *plane, size_t n, uint8_t *out);
     int (*unpack_runs)(const uint8_t *in, size_t in_len, uint8_t *plane, size_t n);
     uint32_t (*ternary_survey)(const void *x, int dtype, const float *residual, size_t n,

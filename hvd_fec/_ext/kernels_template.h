@@ -101,17 +101,17 @@ static TARGET int NAME(unpack_runs)(const uint8_t *in, size_t in_len, uint8_t *p
 /* v = x + r (r may be NULL) for n values. Every v that is kept goes to the list: its bits to
  * value[], its index plus `base` to position[]; r becomes v - decoded. Returns the list's length.
  * The list must have room for n and one vector more. */
-static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, size_t n, int bias,
-                                  int32_t base, uint32_t *restrict value,
+static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, size_t n,
+                                  float smallest, int32_t base, uint32_t *restrict value,
                                   int32_t *restrict position)
 {
-    const uint32_t lowest = (uint32_t)(bias + 1) << 23;  /* bits of the smallest kept magnitude */
-    const uint32_t top = (uint32_t)(bias + 15) << 23 | FEC_MANTISSA; /* what code 15 decodes to */
+    const uint32_t lowest = bits_of(smallest), first = fec_first(smallest);
+    const uint32_t top = first + (14u << 23); /* what code 15 decodes to */
     size_t k = 0, i = 0;
 #if defined(VECTOR512)
     const __m512i magnitude_bits = _mm512_set1_epi32(0x7fffffff);
     const __m512i exponent_bits = _mm512_set1_epi32(0x7f800000);
-    const __m512i mantissa = _mm512_set1_epi32(FEC_MANTISSA);
+    const __m512i vfirst = _mm512_set1_epi32((int)first);
     const __m512i largest = _mm512_set1_epi32(0x7f7fffff);
     const __m512i vlowest = _mm512_set1_epi32((int)lowest), vtop = _mm512_set1_epi32((int)top);
     __m512i at = _mm512_add_epi32(_mm512_set1_epi32(base),
@@ -125,8 +125,8 @@ static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, si
         v = _mm512_ternarylogic_epi32(magnitude_bits, a, v, 0xca); /* a with v's sign */
         __mmask16 keep = _mm512_cmpge_epu32_mask(a, vlowest);
         if (r) {
-            __m512i d = _mm512_ternarylogic_epi32(a, exponent_bits, mantissa, 0xea);
-            d = _mm512_min_epu32(d, vtop);
+            __m512i octave = _mm512_and_si512(_mm512_sub_epi32(a, vlowest), exponent_bits);
+            __m512i d = _mm512_min_epu32(_mm512_add_epi32(vfirst, octave), vtop);
             d = _mm512_ternarylogic_epi32(magnitude_bits, d, v, 0xca);
             sum = _mm512_castsi512_ps(v);
             _mm512_storeu_ps(r + i, _mm512_mask_sub_ps(sum, keep, sum, _mm512_castsi512_ps(d)));
@@ -139,7 +139,7 @@ static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, si
 #elif defined(VECTOR256)
     const __m256i magnitude_bits = _mm256_set1_epi32(0x7fffffff);
     const __m256i exponent_bits = _mm256_set1_epi32(0x7f800000);
-    const __m256i mantissa = _mm256_set1_epi32(FEC_MANTISSA);
+    const __m256i vfirst = _mm256_set1_epi32((int)first), vlowest = _mm256_set1_epi32((int)lowest);
     const __m256i largest = _mm256_set1_epi32(0x7f7fffff);
     const __m256i below = _mm256_set1_epi32((int)lowest - 1), vtop = _mm256_set1_epi32((int)top);
     for (; i + 8 <= n; i += 8) {
@@ -152,8 +152,9 @@ static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, si
         __m256i keep = _mm256_cmpgt_epi32(a, below);
         unsigned mask = (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(keep));
         if (r) {
-            __m256i d = _mm256_or_si256(_mm256_and_si256(a, exponent_bits), mantissa);
-            d = _mm256_or_si256(_mm256_min_epu32(d, vtop), sign);
+            __m256i octave = _mm256_and_si256(_mm256_sub_epi32(a, vlowest), exponent_bits);
+            __m256i d = _mm256_min_epu32(_mm256_add_epi32(vfirst, octave), vtop);
+            d = _mm256_or_si256(d, sign);
             d = _mm256_and_si256(d, keep);
             _mm256_storeu_ps(r + i, _mm256_sub_ps(_mm256_castsi256_ps(v), _mm256_castsi256_ps(d)));
         }
@@ -170,7 +171,7 @@ static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, si
         a = a > 0x7f7fffffu ? 0x7f7fffffu : a; /* a sum beyond float32 saturates */
         uint32_t keep = a >= lowest;
         if (r) {
-            uint32_t d = (a & 0x7f800000u) | FEC_MANTISSA;
+            uint32_t d = first + ((a - lowest) & 0x7f800000u);
             d = (d > top ? top : d) | sign;
             r[i] = float_of(a | sign) - float_of(keep ? d : 0);
         }
@@ -181,14 +182,19 @@ static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, si
     return k;
 }
 
-/* The kept values of one chunk, in order: 4-bit codes and positions. */
-static TARGET void NAME(codes_of)(const uint32_t *restrict value, size_t k, int bias,
-                                  uint8_t *restrict code)
+/* The 4-bit codes of the kept values of one chunk, in order. Returns how many of these are well
+ * above the smallest kept magnitude: by a quarter of its power of two. */
+static TARGET uint32_t NAME(codes_of)(const uint32_t *restrict value, size_t k, float smallest,
+                                      uint8_t *restrict code)
 {
+    const uint32_t lowest = bits_of(smallest);
+    uint32_t above = 0;
     for (size_t i = 0; i < k; i++) {
-        int32_t c = (int32_t)((value[i] >> 23) & 255) - bias;
+        uint32_t over = (value[i] & 0x7fffffffu) - lowest, c = (over >> 23) + 1;
         code[i] = (uint8_t)(c > 15 ? 15 : c);
+        above += over >= 1u << 21;
     }
+    return above;
 }
 
 static TARGET void NAME(signs_of)(const uint32_t *value, size_t k, uint8_t *signs)
@@ -262,10 +268,10 @@ static TARGET size_t NAME(code_stream)(const uint8_t *code, const int32_t *posit
     return NAME(code_tokens)(code, position, i, k, out, used, plane_len);
 }
 
-/* One chunk. The lengths of its two streams go to lengths[0..1]; returns the number kept. */
-static TARGET uint64_t NAME(fec_encode_chunk)(const void *x, int dtype, size_t start, float *r,
-                                              size_t n, int bias, uint8_t *out, uint8_t *signs_out,
-                                              uint16_t *lengths)
+/* One chunk. The lengths of its two streams go to lengths[0..1]; its values add to the total. */
+static TARGET void NAME(fec_encode_chunk)(const void *x, int dtype, size_t start, float *r,
+                                          size_t n, float lowest, uint8_t *out, uint8_t *signs_out,
+                                          uint16_t *lengths, fec_sizes *total)
 {
     uint32_t value[FEC_CHUNK + 16];
     int32_t positions[FEC_CHUNK + 33], *position = positions + 1;
@@ -274,17 +280,19 @@ static TARGET uint64_t NAME(fec_encode_chunk)(const void *x, int dtype, size_t s
     size_t k = 0;
 
     if (dtype == DTYPE_FLOAT32) {
-        k = NAME(select)((const float *)x + start, r ? r + start : NULL, n, bias, 0, value, position);
+        k = NAME(select)((const float *)x + start, r ? r + start : NULL, n, lowest, 0, value,
+                         position);
     } else {
         for (size_t at = 0; at < n; at += FEC_BLOCK) {
             size_t len = n - at < FEC_BLOCK ? n - at : FEC_BLOCK;
             NAME(to_float)(x, dtype, start + at, len, block);
-            k += NAME(select)(block, r ? r + start + at : NULL, len, bias, (int32_t)at, value + k,
-                              position + k);
+            k += NAME(select)(block, r ? r + start + at : NULL, len, lowest, (int32_t)at,
+                              value + k, position + k);
         }
     }
     memset(value + k, 0, 8 * sizeof *value);
-    NAME(codes_of)(value, k, bias, code);
+    total->kept += k;
+    total->above += NAME(codes_of)(value, k, lowest, code);
     NAME(signs_of)(value, k, signs);
 
     const size_t plane_len = (n + 1) / 2, sign_len = (k + 7) / 8;
@@ -301,19 +309,17 @@ static TARGET uint64_t NAME(fec_encode_chunk)(const void *x, int dtype, size_t s
     if (packed == sign_len) memcpy(signs_out, signs, sign_len);
     lengths[0] = (uint16_t)used;
     lengths[1] = (uint16_t)packed;
-    return k;
 }
 
 static TARGET fec_sizes NAME(fec_encode)(const void *x, int dtype, float *residual, size_t n,
-                                         int threshold, uint8_t *codes, uint8_t *signs,
+                                         float lowest, uint8_t *codes, uint8_t *signs,
                                          uint16_t *table)
 {
-    fec_sizes total = {0, 0, 0};
-    const int bias = threshold + 126;
+    fec_sizes total = {0, 0, 0, 0};
     for (size_t start = 0; start < n; start += FEC_CHUNK) {
         size_t len = n - start < FEC_CHUNK ? n - start : FEC_CHUNK;
-        total.kept += NAME(fec_encode_chunk)(x, dtype, start, residual, len, bias,
-                                             codes + total.codes, signs + total.signs, table);
+        NAME(fec_encode_chunk)(x, dtype, start, residual, len, lowest, codes + total.codes,
+                               signs + total.signs, table, &total);
         total.codes += table[0];
         total.signs += table[1];
         table += 2;
@@ -471,11 +477,11 @@ static TARGET void NAME(fec_decode_chunk)(const uint8_t *codes, size_t codes_len
 }
 
 static TARGET void NAME(fec_decode_add)(const uint8_t *codes, const uint8_t *signs,
-                                        const uint16_t *table, size_t n, int threshold,
+                                        const uint16_t *table, size_t n, float lowest,
                                         float scale, float *out)
 {
     float lut[32];
-    fec_values(threshold, scale, lut);
+    fec_values(fec_first(lowest), scale, lut);
     for (size_t start = 0; start < n; start += FEC_CHUNK, table += 2) {
         size_t len = n - start < FEC_CHUNK ? n - start : FEC_CHUNK;
         NAME(fec_decode_chunk)(codes, table[0], signs, table[1], len, lut, out + start);

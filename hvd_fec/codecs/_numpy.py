@@ -8,9 +8,6 @@ import numpy as np
 
 CHUNK = 32768
 """Elements of one independently coded chunk."""
-MANTISSA = 0x2AAAAB
-"""Mantissa field of 4/3 in float32: a kept value decodes to 4/3 of its octave's lower end."""
-
 OK = 0
 CODES_TOO_LONG, CODES_OVERRUN, CODES_ZERO, CODES_PADDING = 1, 2, 3, 4
 SIGNS_TOO_LONG, SIGNS_OVERRUN, SIGNS_ZERO, SIGNS_PADDING = 5, 6, 7, 8
@@ -78,36 +75,51 @@ def _stream(plane):
     return plane if used == plane.size else out[:used]
 
 
-def _quantise(x, residual, threshold):
-    """5-bit codes (sign in bit 4) of x + residual; updates the residual."""
-    bias = threshold + 126
+def _bits(value):
+    return np.array(value, np.float32).view(np.uint32)[()]
+
+
+def _first(lowest):
+    """What code 1 decodes to: 4/3 of the smallest kept magnitude. Code c is 2**(c - 1) times it."""
+    return np.float32(np.float64(np.float32(lowest)) * 4 / 3)
+
+
+def _quantise(x, residual, lowest):
+    """5-bit codes (sign in bit 4) of x + residual, and how many are well above the lowest; updates
+    the residual."""
+    smallest = np.int64(_bits(lowest))
     value = x if residual is None else x + residual
     bits = value.view(np.uint32)
     sign = bits & np.uint32(0x80000000)
     magnitude = np.minimum(bits & np.uint32(0x7FFFFFFF), np.uint32(0x7F7FFFFF))
-    code = np.clip((magnitude >> 23).astype(np.int32) - bias, 0, 15)
+    over = magnitude.astype(np.int64) - smallest
+    code = np.clip((over >> 23) + 1, 0, 15)
     if residual is not None:
-        decoded = (code + bias).astype(np.uint32) << 23 | np.uint32(MANTISSA) | sign
+        octave = np.maximum(code - 1, 0).astype(np.uint32) << np.uint32(23)
+        decoded = _bits(_first(lowest)) + octave | sign
         decoded[code == 0] = 0
         np.subtract((magnitude | sign).view(np.float32), decoded.view(np.float32), residual)
-    return (code | np.where(code > 0, sign >> 27, 0)).astype(np.uint8)
+    codes = (code | np.where(code > 0, sign >> 27, 0)).astype(np.uint8)
+    return codes, np.count_nonzero(over >= 1 << 21)
 
 
-def fec_encode(x, dtype, residual, threshold, codes, signs, table):
+def fec_encode(x, dtype, residual, lowest, codes, signs, table):
     x = _to_float(x, dtype)
     if residual is not None and residual.size != x.size:
         raise ValueError(f"residual has {residual.size} elements, x has {x.size}")
-    if not -126 <= threshold <= 113:
-        raise ValueError(f"threshold {threshold} is outside -126..113")
-    code_bytes = sign_bytes = kept = 0
+    if not 2.0**-126 <= lowest <= 2.0**113:
+        raise ValueError(f"threshold {lowest} is outside 2**-126..2**113")
+    code_bytes = sign_bytes = kept = above = 0
     for chunk, start in enumerate(range(0, x.size, CHUNK)):
         part = slice(start, start + CHUNK)
         with np.errstate(over="ignore", invalid="ignore"):
-            quantised = _quantise(x[part], None if residual is None else residual[part], threshold)
+            part_residual = None if residual is None else residual[part]
+            quantised, n = _quantise(x[part], part_residual, lowest)
         nibbles = np.append(quantised & 15, np.zeros(quantised.size % 2, np.uint8))
         plane = nibbles[0::2] | nibbles[1::2] << 4
         bits = (quantised >> 4)[quantised > 0]
         kept += bits.size
+        above += n
         stream = _stream(plane)
         codes[code_bytes : code_bytes + stream.size] = stream
         sign_stream = _stream(np.packbits(bits, bitorder="little"))
@@ -115,7 +127,7 @@ def fec_encode(x, dtype, residual, threshold, codes, signs, table):
         table[2 * chunk : 2 * chunk + 2] = stream.size, sign_stream.size
         code_bytes += stream.size
         sign_bytes += sign_stream.size
-    return code_bytes, sign_bytes, kept
+    return code_bytes, sign_bytes, kept, above
 
 
 def _plane(stream, size, too_long):
@@ -174,17 +186,17 @@ def fec_check(codes, signs, table, n):
     return OK, (n + CHUNK - 1) // CHUNK, kept
 
 
-def values(threshold, scale):
+def values(lowest, scale):
     """float32[32]: scale times the value of code c at [c], negated at [16 + c]."""
-    exponents = (threshold + 126 + np.arange(16, dtype=np.int64)).astype(np.uint32)
+    octaves = np.array([0, *range(15)], np.uint32) << 23
     with np.errstate(over="ignore"):
-        positive = (exponents << 23 | np.uint32(MANTISSA)).view(np.float32) * np.float32(scale)
+        positive = (_bits(_first(lowest)) + octaves).view(np.float32) * np.float32(scale)
     positive[0] = 0
     return np.concatenate([positive, -positive])
 
 
-def fec_decode_add(codes, signs, table, threshold, scale, out):
-    lut = values(threshold, scale)
+def fec_decode_add(codes, signs, table, lowest, scale, out):
+    lut = values(lowest, scale)
     for _, start, _, nibbles, bits in _chunks(codes, signs, table, out.size):
         at = np.flatnonzero(nibbles)
         with np.errstate(over="ignore", invalid="ignore"):

@@ -5,6 +5,7 @@ Deep Learning": values whose exponent reaches a threshold are kept, each as a si
 exponent code in planes of their own, and runs of zeros are squeezed out of both planes.
 """
 
+import math
 from functools import partial
 from numbers import Real
 from typing import List, Optional, Tuple
@@ -42,21 +43,23 @@ class FecCodec:
     distribution of the values.
 
     Args:
-        threshold: exponent of the smallest kept magnitude, an integer in -126..113.
+        threshold: exponent of the smallest kept magnitude, a number in -126..113: an integer in
+            the published scheme. ``2**threshold`` is rounded to float32.
 
     Raises:
-        ValueError: the threshold is not such an integer.
+        ValueError: the threshold is not such a number.
     """
 
-    def __init__(self, threshold: int = -9):
+    def __init__(self, threshold: float = -9):
         number = isinstance(threshold, Real) and not isinstance(threshold, bool)
-        if not number or not float(threshold).is_integer():
-            raise ValueError(f"threshold must be an integer, not {threshold!r}")
+        if not number or not math.isfinite(threshold):
+            raise ValueError(f"threshold must be a number, not {threshold!r}")
         if not -126 <= threshold <= 113:
             raise ValueError(
                 f"threshold {threshold} is outside -126..113, where every octave fits float32"
             )
-        self.threshold = int(threshold)
+        self.threshold = int(threshold) if threshold == int(threshold) else float(threshold)
+        self._lowest = np.float32(2.0**self.threshold)
 
     def get_config(self) -> dict:
         """The constructor's arguments."""
@@ -84,6 +87,12 @@ class FecCodec:
             TypeError: another dtype.
             ValueError: a residual of another size, dtype or layout, or sharing memory with ``x``.
         """
+        return self.encode_counting(x, residual)[0]
+
+    def encode_counting(self, x, residual: Optional[np.ndarray] = None) -> Tuple[np.ndarray, int]:
+        """As :meth:`encode`; also counts the values from ``2**threshold`` plus a quarter of its
+        power of two up. With the number of kept values, which the header has, that tells how
+        their number changes with the threshold."""
         raw, dtype, n = gradient(x)
         if residual is not None:
             residual = checked("residual", residual, n)
@@ -101,7 +110,7 @@ class FecCodec:
         """Whether all elements of ``x``, as for :meth:`encode`, are finite and fit float32."""
         return _finite(*gradient(x))
 
-    def _encode(self, raw, dtype, n, residual, bad=None) -> np.ndarray:
+    def _encode(self, raw, dtype, n, residual, bad=None) -> Tuple[np.ndarray, int]:
         itemsize = raw.size // n if n else 0
         # NaNs are taken out of a float32 copy; the header still names the caller's dtype.
         kernel_dtype = dtype if bad is None else wire.DTYPES["float32"]
@@ -118,7 +127,7 @@ class FecCodec:
                 raw[a * itemsize : b * itemsize],
                 kernel_dtype,
                 None if residual is None else residual[a:b],
-                self.threshold,
+                self._lowest,
                 codes[a // 2 :],
                 signs[a // 8 + chunk :],
                 table[2 * chunk :],
@@ -139,19 +148,21 @@ class FecCodec:
             nonfinite = np.empty_like(plane)
             used = kernels.pack_runs(plane, nonfinite)
             nonfinite = plane if used == plane.size else nonfinite[:used]
+        exponent, mantissa = divmod(int(self._lowest.view(np.uint32)), 1 << 23)
         header = wire.Header(
             CODEC,
             dtype,
             0 if bad is None else wire.NONFINITE,
-            self.threshold,
+            exponent - 127,
             n,
             sum(size[2] for size in sizes),
             (code_section, sign_section, nonfinite.size),
+            mantissa,
         )
         payload = np.empty(header.nbytes, np.uint8)
         header.write(payload)
         np.concatenate([*parts, nonfinite], out=payload[wire.HEADER.size :])
-        return payload
+        return payload, sum(size[3] for size in sizes)
 
     def decode(self, payload) -> np.ndarray:
         """The payload's values, float32 of shape (count,), whatever threshold wrote it.
@@ -193,8 +204,10 @@ class _Sections:
             raise PayloadError(
                 f"payload of {header.nbytes} bytes, followed by {data.size - header.nbytes}"
             )
-        if not -126 <= header.parameter <= 113:
+        lowest = (header.parameter + 127 << 23) + header.mantissa
+        if not 1 << 23 <= lowest <= 240 << 23:
             raise PayloadError(f"payload has threshold {header.parameter}, outside -126..113")
+        self.lowest = np.array(lowest, np.uint32).view(np.float32)[()]
         if header.flags != (wire.NONFINITE if header.sections[2] else 0):
             raise PayloadError(
                 f"payload has flags {header.flags} and a non-finite plane of "
@@ -251,10 +264,9 @@ class _Sections:
         return np.flatnonzero(bits)
 
     def add_to(self, out: np.ndarray, scale: float) -> None:
-        threshold = self.header.parameter
         threads.run(
             [
-                partial(kernels.fec_decode_add, c, s, t, threshold, scale, out[a:b])
+                partial(kernels.fec_decode_add, c, s, t, self.lowest, scale, out[a:b])
                 for a, b, c, s, t in self.parts
             ]
         )
