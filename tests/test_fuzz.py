@@ -63,9 +63,9 @@ class Parts:
             self.fields[2] = wire.NONFINITE if nonfinite else 0
         lengths = len(table) + len(sections[0]), len(sections[1]), len(nonfinite)
         codec, dtype, flags, threshold, count = self.fields
-        header = wire.HEADER.pack(
-            wire.MAGIC, wire.VERSION, codec, dtype, flags, threshold, count, kept, *lengths
-        )
+        mantissa = rng.choice([0, 0, 1, rng.randrange(2**23), 2**23])
+        fields = (codec, dtype, flags, threshold, mantissa, count, kept)
+        header = wire.HEADER.pack(wire.MAGIC, wire.VERSION, *fields, *lengths)
         return header + table + b"".join(sections) + nonfinite
 
 
