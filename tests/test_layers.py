@@ -16,12 +16,19 @@ MODULES = {name.removesuffix(".__init__") for name in SOURCES}
 
 MAY_USE_TENSORFLOW = {"hvd_fec.compression", "hvd_fec.exchange", "hvd_fec.callbacks"}
 HEAVY = {"tensorflow", "horovod", "keras", "ml_dtypes"}  # ml_dtypes comes with TensorFlow
-OPTIONAL = {"hvd_fec.sharding": {"matplotlib"}}
+OPTIONAL = {
+    "hvd_fec.sharding": {"matplotlib"},
+    "hvd_fec.cli.commands": {"click"},
+}
 
 # From the top down: a module imports from lower layers only. The package's own __init__ is the
 # roof; it is below everything as well, since importing any module runs it, and so imports
 # nothing heavy (see the tests at the end).
 LAYERS = [
+    {"hvd_fec.cli.__main__"},
+    {"hvd_fec.cli"},  # imports its commands when it is called
+    {"hvd_fec.cli.commands"},
+    {"hvd_fec.cli.doctor"},
     {"hvd_fec"},
     {"hvd_fec.callbacks"},
     {"hvd_fec.compression"},
