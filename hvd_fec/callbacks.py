@@ -184,26 +184,18 @@ class CompressionMetrics(keras.callbacks.Callback):
 
         ``residual`` is the norm of its residual over that of its gradient, when last sampled.
         """
-        names = {}
-        if self.model is not None:
-            names = {_handle_name(v): v.name for v in self.model.trainable_variables}
         tensors = self.compressor.stats.tensors()
         rows = [("tensor", "values", "density", "ratio", "kB per step", "residual")]
         for key, t in sorted(tensors.items(), key=lambda item: -item[1].bytes_sent):
             residual = t.residual_norm / t.gradient_norm if t.gradient_norm else float("nan")
             kilobytes = t.bytes_sent / 1e3 / max(1, t.calls)
             numbers = f"{t.size:,} {t.density:.3%} {t.ratio:.1f} {kilobytes:.2f} {residual:.2f}"
-            rows.append((names.get(key, str(key)), *numbers.split()))
+            rows.append((str(key), *numbers.split()))
         widths = [max(map(len, column)) for column in zip(*rows)]
         return "\n".join(
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
             for row in rows
         )
-
-
-def _handle_name(variable: tf.Variable) -> str:
-    """What the compressors call the gradient of ``variable``."""
-    return tf.strings.format("{}", variable.handle).numpy().decode()
 
 
 def _variables(model) -> Dict[str, tf.Variable]:

@@ -20,6 +20,7 @@ class CallSite(NamedTuple):
     op: Any = None
     process_set: Any = None
     variable: Any = None
+    index: Optional[int] = None  # of the variable among those reduced together
 
 
 def find(compressor, tensor) -> CallSite:
@@ -35,7 +36,7 @@ def find(compressor, tensor) -> CallSite:
             site = CallSite(seen.get("name"), seen.get("op"), seen["process_set"])
         grads, variables = seen.get("grads"), seen.get("vars")
         if isinstance(grads, (list, tuple)) and isinstance(variables, (list, tuple)):
-            for grad, variable in zip(grads, variables):
+            for index, (grad, variable) in enumerate(zip(grads, variables)):
                 if grad is tensor:
-                    return site._replace(variable=variable)
+                    return site._replace(variable=variable, index=index)
     return site

@@ -1,7 +1,6 @@
 """The compressors that Horovod takes as ``compression=``."""
 
 import hashlib
-import itertools
 import math
 import os
 import re
@@ -10,10 +9,9 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from functools import partial
 from numbers import Integral, Real
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, List, Mapping, NamedTuple, Optional, Union
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -25,7 +23,7 @@ from hvd_fec.codecs import FecCodec, TernaryCodec
 from hvd_fec.codecs.arrays import each
 from hvd_fec.codecs.ternary import Survey, gathers, survey
 from hvd_fec.cost import two_shot_pays
-from hvd_fec.feedback import ResidualStore
+from hvd_fec.feedback import Names, ResidualStore
 from hvd_fec.stats import Stats
 from hvd_fec.survey import failed_row, fingerprint, read, row
 
@@ -48,6 +46,7 @@ class _BatchCompressor(Compressor, ABC):
         self.min_size = int(min_size)
         self.process_set = process_set
         self.residuals = ResidualStore()
+        self._names = Names()
         self._stats = Stats()
         self._buffers = exchange.Buffers()
         self._tracing = threading.local()
@@ -79,6 +78,31 @@ class _BatchCompressor(Compressor, ABC):
         """Forget residuals and counters, as for a new training run."""
         self.residuals.clear()
         self._stats.reset()
+
+    def state_dict(self) -> dict:
+        """What training with this compressor needs to go on as if it had never stopped.
+
+        Returns:
+            ``{"residuals": {key: float32 array of shape (size,)}, "steps": {label: int}}``, copies,
+            of this rank: every rank has its own. Take it between two steps.
+        """
+        return {"residuals": self.residuals.state(), "steps": {}}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Go on from what :meth:`state_dict` returned on this rank.
+
+        A residual is taken up when its tensor is next exchanged. Where the model has changed since
+        and it does not fit, it is dropped with a RuntimeWarning.
+
+        Raises:
+            ValueError: ``state`` is not the state of a compressor.
+        """
+        if set(state) != {"residuals", "steps"}:
+            raise ValueError(
+                f"a compressor's state has the keys 'residuals' and 'steps', not {sorted(state)}: "
+                "pass what state_dict() returned"
+            )
+        self.residuals.restore(state["residuals"])
 
     # ---- Horovod's side: called while a graph is built, or eagerly ------------------------------
 
@@ -144,14 +168,14 @@ class _BatchCompressor(Compressor, ABC):
         entries: List[_Entry] = [e for e in (ref() for ref in batch.entries) if e is not None]
         keys = [self._key(entry, index) for index, entry in enumerate(entries)]
         with tf.device("/CPU:0"):
-            results = self._build(_Exchange(batch, entries, keys, token, self._stats))
+            results = self._build(_Exchange(batch, entries, keys, token, self._stats, self._names))
             for entry, result in zip(entries, results):
                 entry.result = tf.reshape(result, entry.tensor.shape)
 
     def _key(self, entry: "_Entry", index: int) -> "_Key":
         handle = getattr(entry.site.variable, "handle", None)
         if handle is not None:
-            return _Key(handle, None)
+            return _Key(handle, entry.site.index)
         if not tf.executing_eagerly():
             return _Key(None, f"{entry.site.name}/{index}/{_static_name(entry.tensor)}")
         if entry.site.name is not None:
@@ -354,11 +378,30 @@ class _SumCompressor(_BatchCompressor):
 
     def __init__(self, error_feedback: bool, min_size: int, process_set):
         super().__init__(error_feedback, min_size, process_set)
-        self._step_of = defaultdict(itertools.count)
+        self._steps: Dict[str, int] = {}
+        self._steps_lock = threading.Lock()
 
     def reset(self) -> None:
         super().reset()
-        self._step_of.clear()
+        self._steps.clear()
+
+    def state_dict(self) -> dict:
+        """As for all compressors; the steps of each exchange, which stochastic rounding draws by,
+        under ``"steps"``."""
+        with self._steps_lock:
+            return {**super().state_dict(), "steps": dict(self._steps)}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """As for all compressors."""
+        super().load_state_dict(state)
+        with self._steps_lock:
+            self._steps = {label: int(steps) for label, steps in state["steps"].items()}
+
+    def _next_step(self, label: str) -> int:
+        with self._steps_lock:
+            step = self._steps.get(label, 0)
+            self._steps[label] = step + 1
+        return step
 
     @abstractmethod
     def _choose(self, survey: Survey) -> "_Scale":
@@ -414,7 +457,7 @@ class _SumCompressor(_BatchCompressor):
                 raise failure.pop()
             table_bytes = table.nbytes
             table, codec, scales, cuts = read_table(table)
-            step = next(self._step_of[ex.label])
+            step = self._next_step(ex.label)
             words = np.zeros(cuts[-1] + 1, np.int64)
             tally = np.zeros((len(arrays), 2), np.int64)
             tally[:, 1] = 8 * np.diff(cuts)
@@ -631,17 +674,21 @@ class _Entry:
 class _Exchange:
     """One exchange of the tensors of a batch, while its graph is built."""
 
-    def __init__(self, batch: _Batch, entries: List[_Entry], keys: List["_Key"], token, stats):
+    def __init__(
+        self, batch: _Batch, entries: List[_Entry], keys: List["_Key"], token, stats, names
+    ):
         self.process_set, self.probe, self.token = batch.process_set, batch.probe, token
         self.tensors = [entry.tensor for entry in entries]
         self.sizes = [tensor.shape.num_elements() for tensor in self.tensors]
         self.dtypes = [tensor.dtype for tensor in self.tensors]
         self.token_bytes = batch.token.dtype.size * 2 * len(entries)
         self.name = _collective_name(entries)
-        self.label = self.name or "/".join(str(key.static) for key in keys)
+        self.label = self.name or "/".join(
+            str(key.static if key.handle is None else None) for key in keys
+        )
         """The same in every run of a program: what random numbers may depend on."""
         self._keys = keys
-        self._stats = stats
+        self._stats, self._names = stats, names
         self._calls, self._left = 0, 0.0
         # A host call on constant tensors would itself be constant: folded away, and run once for
         # all steps. TensorFlow takes nothing random for constant, however little of it there is.
@@ -662,7 +709,7 @@ class _Exchange:
             if not first:
                 self._stats.add_seconds("exchange", begun - self._left)
             try:
-                return function(_resolve(self._keys, handle_names), *arrays)
+                return function(_resolve(self._keys, handle_names, self._names), *arrays)
             finally:
                 self._left = time.perf_counter()
                 self._stats.add_seconds(phase, self._left - begun)
@@ -683,17 +730,18 @@ class _Exchange:
 
 
 class _Key(NamedTuple):
-    """How the residual of a tensor is found again in the next step: by the handle of its variable,
-    else by a name that survives a retrace, else (both None) not at all."""
+    """How the residual of a tensor is found again in the next step: by the handle of its variable
+    and its index among those reduced together, else by a name that survives a retrace, else (both
+    None) not at all."""
 
     handle: Optional[tf.Tensor]
-    static: Optional[str]
+    static: Union[int, str, None]
 
 
-def _resolve(keys: List[_Key], handle_names) -> List[Optional[str]]:
+def _resolve(keys: List[_Key], handle_names, names: Names) -> List[Optional[str]]:
     """The keys as text, now that the handles have names."""
     lines = iter(np.asarray(handle_names).item().decode().split("\n"))
-    return [key.static if key.handle is None else next(lines) for key in keys]
+    return [key.static if key.handle is None else names.of(next(lines), key.static) for key in keys]
 
 
 def _static_name(tensor: tf.Tensor) -> str:

@@ -42,6 +42,7 @@ LAYERS = [
         "hvd_fec._ext",
         "hvd_fec._version",
         "hvd_fec.callsite",
+        "hvd_fec.checkpoint",
         "hvd_fec.feedback",
         "hvd_fec.sharding",
         "hvd_fec.stats",

@@ -221,7 +221,7 @@ def test_table_names_the_variables():
     fit(model, metrics)
     head, line = metrics.table().splitlines()
     assert head.split()[0] == "tensor"
-    assert line.split()[:2] == ["first/kernel:0", "2,048"]
+    assert line.split()[:2] == ["first/kernel[0]", "2,048"]
 
 
 def test_two_shots_count_each_tensor_once():

@@ -1,0 +1,96 @@
+"""A compressor's state in a file: one ``.npz`` per rank, replaced as a whole.
+
+The file holds the residuals as arrays ``r0``, ``r1``, ... and a JSON text ``meta`` with the format's
+version, the residuals' keys, the step counters, rank and number of ranks, and the compressor's class
+and settings. NumPy reads it without unpickling anything.
+"""
+
+import json
+import os
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Union
+
+import numpy as np
+
+FORMAT, VERSION = "hvd_fec compressor state", 1
+
+
+class CheckpointError(ValueError):
+    """A file that cannot be used; the text says why and what to do."""
+
+
+def save(path: Union[str, Path], compressor, rank: int, ranks: int) -> None:
+    """Write the state of ``compressor`` on this rank; the folder must exist.
+
+    A kill at any moment leaves the old file or the new one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    state = compressor.state_dict()
+    meta = {
+        "format": FORMAT,
+        "version": VERSION,
+        "rank": rank,
+        "ranks": ranks,
+        **_kind(compressor),
+        "steps": state["steps"],
+        "keys": list(state["residuals"]),
+    }
+    arrays = {f"r{i}": residual for i, residual in enumerate(state["residuals"].values())}
+    fresh = path.with_name(f".{path.name}.part")
+    with open(fresh, "wb") as stream:
+        np.savez(stream, meta=np.array(json.dumps(meta)), **arrays)
+        stream.flush()
+        os.fsync(stream.fileno())  # else a power cut could leave the new name and no bytes
+    os.replace(fresh, path)
+
+
+def restore(path: Union[str, Path], compressor, rank: int, ranks: int) -> None:
+    """Load what :func:`save` wrote; ``compressor`` changes only if all of it is good.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is torn, no file of :func:`save`, of a newer format, or the state
+            of another rank, another number of ranks or another compressor.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as saved:
+            if not hasattr(saved, "files") or "meta" not in saved.files:
+                raise CheckpointError(f"{path}: not the state of a compressor")
+            meta = json.loads(str(saved["meta"]))
+            if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+                raise CheckpointError(f"{path}: not the state of a compressor")
+            if meta["version"] != VERSION:
+                raise CheckpointError(
+                    f"{path}: format {meta['version']}, this version of hvd_fec reads {VERSION}: "
+                    "use the version that wrote it, or start without the file"
+                )
+            residuals = {key: saved[f"r{i}"] for i, key in enumerate(meta["keys"])}
+            steps = dict(meta["steps"])
+    except (FileNotFoundError, CheckpointError):
+        raise
+    except (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError) as error:
+        raise _torn(path, error) from error
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+        raise _torn(path, error) from error
+    now = {"rank": rank, "ranks": ranks, **json.loads(json.dumps(_kind(compressor)))}
+    changed = [f"{k} {meta.get(k)}, not {v}" for k, v in now.items() if meta.get(k) != v]
+    if changed:
+        raise CheckpointError(f"{path}: is the state of {'; '.join(changed)}")
+    if any(r.dtype != np.float32 or r.ndim != 1 for r in residuals.values()):
+        raise _torn(path, "residuals are float32 vectors")
+    compressor.load_state_dict({"residuals": residuals, "steps": steps})
+
+
+def _kind(compressor) -> dict:
+    return {"compressor": type(compressor).__name__, "config": compressor.get_config()}
+
+
+def _torn(path, error) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: damaged, or no file of hvd_fec ({error}): delete it, or resume from an older one"
+    )
