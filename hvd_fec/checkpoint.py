@@ -1,8 +1,8 @@
 """A compressor's state in a file: one ``.npz`` per rank, replaced as a whole.
 
-The file holds the residuals as arrays ``r0``, ``r1``, ... and a JSON text ``meta`` with the format's
-version, the residuals' keys, the step counters, rank and number of ranks, and the compressor's class
-and settings. NumPy reads it without unpickling anything.
+The file holds the residuals as arrays ``r0``, ``r1``, ... and a JSON text ``meta`` with the
+format's version, the residuals' keys, the step counters, rank and number of ranks, and the
+compressor's class and settings. NumPy reads it without unpickling anything.
 """
 
 import json

@@ -17,7 +17,8 @@ class ResidualStore:
     """Residuals by key. One store belongs to one compressor object.
 
     A key names a tensor for as long as training lasts, across retraces and in a run that resumes
-    (:class:`Names` makes them); memory is one float32 per element of every tensor that was compressed.
+    (:class:`Names` makes them); memory is one float32 per element of every tensor that was
+    compressed.
     """
 
     def __init__(self):

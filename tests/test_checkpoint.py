@@ -98,7 +98,7 @@ def test_foreign_and_newer_files(path):
         checkpoint.restore(path, Holder(), 1, 3)
 
 
-# ---- residuals and their names --------------------------------------------------------------------
+# ---- residuals and their names ------------------------------------------------------------------
 
 
 def test_restored_residuals_are_taken_up_when_used():

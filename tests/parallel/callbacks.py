@@ -1,6 +1,7 @@
 """ReplicaCheck on models that agree and that do not; CompressionMetrics where people look."""
 
 import csv
+import warnings
 
 import horovod.tensorflow.keras as hvd
 import numpy as np
@@ -10,6 +11,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorflow import keras
 
 import hvd_fec
+from hvd_fec import checkpoint
 from hvd_fec.callbacks import CompressionMetrics, ReplicaCheck, ReplicaError
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -127,6 +129,47 @@ def test_missing_variable_is_named():
 def test_period_must_be_positive(every):
     with pytest.raises(ValueError, match="every must be a positive integer"):
         ReplicaCheck(every=every)
+
+
+# ---- a compressor's state ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hvd_fec.FEC(-6, exchange="allgather"),
+        lambda: hvd_fec.FEC(-6, exchange="twoshot"),
+        lambda: hvd_fec.Ternary(),
+        lambda: hvd_fec.Ternary("stochastic"),
+    ],
+    ids=["fec", "twoshot", "ternary", "stochastic"],
+)
+def test_resumed_training_goes_on_bit_by_bit(make, tmp_path):
+    """Other variables, made later in the same process, take up what the first ones left."""
+    tf.config.experimental.enable_op_determinism()
+    compressor = make()
+    model = build(compressor=compressor)
+    fit(model)
+    path = tmp_path / "state.npz"
+    checkpoint.save(path, compressor, RANK, SIZE)
+    start = [v.numpy() for v in (*model.variables, *model.optimizer.variables())]
+    fit(model, ReplicaCheck(every=4))
+
+    def resumed(restores):
+        again = make()
+        twin = build(compressor=again)
+        twin.optimizer.build(twin.trainable_variables)
+        for variable, value in zip((*twin.variables, *twin.optimizer.variables()), start):
+            variable.assign(value)
+        if restores:
+            checkpoint.restore(path, again, RANK, SIZE)
+        fit(twin, ReplicaCheck(every=4))
+        return all((a.numpy() == b.numpy()).all() for a, b in zip(twin.weights, model.weights))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert resumed(restores=True)
+    assert not resumed(restores=False)
 
 
 # ---- CompressionMetrics -----------------------------------------------------------------------
