@@ -1,6 +1,6 @@
 """Codec speed and payload size in one process, as ratios to an in-place add of the same arrays.
 
-    python benchmarks/codec.py [--size 25000000] [--json FILE]
+    python benchmarks/codec.py [--size 25000000] [--forms planes coded] [--densities 0.01 0.05]
 
 The add, ``np.add(residual, gradient, out=residual)``, moves the bytes that an encoder with error
 feedback has to move, so its time is the yardstick that holds on any machine. Every round measures
@@ -9,6 +9,7 @@ the smallest and the largest.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -20,6 +21,7 @@ from hvd_fec.codecs import FecCodec
 from hvd_fec.codecs.kernels import active as kernels
 
 DENSITIES = (0.05, 0.01)
+FORMS = ("planes",)
 
 
 def tail(density):
@@ -42,9 +44,9 @@ def entropy_bits(gradient, threshold):
     return -p * np.log2(p) - (1 - p) * np.log2(1 - p) + p * (1 + octaves)
 
 
-def measure(size, density, threads, rounds):
+def measure(size, density, form, threads, rounds):
     os.environ["HVD_FEC_NUM_THREADS"] = str(threads)
-    codec = FecCodec(-9)
+    codec = FecCodec(-9, form)
     gradient = np.random.default_rng(0).standard_normal(size, np.float32)
     gradient *= np.float32(2.0**codec.threshold / tail(density))
     # With every other gradient negated the residuals do not grow, so that every round keeps the
@@ -59,6 +61,7 @@ def measure(size, density, threads, rounds):
         times["decode_add"].append(seconds(lambda: codec.decode_add(payload, out)))
     row = {
         "density": density,
+        "form": form,
         "threads": threads,
         "ratio": gradient.nbytes / payload.size,
         "entropy": payload.size * 8 / size / entropy_bits(gradient, codec.threshold),
@@ -78,23 +81,26 @@ def main():
         "--rounds", type=int, default=10, help="each with a gradient and its negative"
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--forms", nargs="+", default=FORMS, help="planes, coded")
+    parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES, help="0 to 1")
     parser.add_argument("--json", help="also write the rows to this file")
     args = parser.parse_args()
     print(f"{args.size} float32, kernels: {kernels.isa()}; times are ratios to the in-place add\n")
     print(
-        "density  threads    add ms   encode                decode_add            ratio  /entropy"
+        "density  form    threads    add ms   encode                decode_add            "
+        "ratio  /entropy"
     )
     rows = []
-    for density in DENSITIES:
+    for density, form in itertools.product(args.densities, args.forms):
         for threads in args.threads:
-            row = measure(args.size, density, threads, args.rounds)
+            row = measure(args.size, density, form, threads, args.rounds)
             rows.append(row)
             spread = ["{:5.2f} ({:.2f}-{:.2f})".format(*row[n]) for n in ("encode", "decode_add")]
             print(
-                f"{density:7.2%}  {threads:7d}  {row['add_ms']:8.2f}   {spread[0]:20}  "
+                f"{density:7.2%}  {form:6}  {threads:7d}  {row['add_ms']:8.2f}   {spread[0]:20}  "
                 f"{spread[1]:20}  {row['ratio']:5.1f}  {row['entropy']:8.2f}"
             )
-        one, *others = [r for r in rows if r["density"] == density]
+        one, *others = [r for r in rows if (r["density"], r["form"]) == (density, form)]
         for other in others:
             print(
                 f"         {other['threads']} threads against {one['threads']}: encode "

@@ -227,6 +227,8 @@ class FEC(_BatchCompressor):
             every tensor and pass the average on, compressed once more with a residual of its own:
             less than two payloads per rank for any number of ranks. ``"auto"`` chooses by
             :func:`hvd_fec.cost.two_shot_pays`.
+        form: ``"planes"``, or ``"coded"`` for fewer bytes and more work: see
+            :class:`hvd_fec.codecs.FecCodec`. Ranks may differ in it.
 
     Raises:
         ValueError: an argument is out of range; in use, an op other than Sum or Average, or a
@@ -240,11 +242,12 @@ class FEC(_BatchCompressor):
         min_size: int = 1024,
         process_set=None,
         exchange: str = "auto",
+        form: str = "planes",
     ):
         if exchange not in ("auto", "allgather", "twoshot"):
             raise ValueError(f"exchange must be 'auto', 'allgather' or 'twoshot', not {exchange!r}")
         super().__init__(error_feedback, min_size, process_set)
-        self._codec = FecCodec(threshold)
+        self._codec = FecCodec(threshold, form)
         self.exchange = exchange
 
     @property
@@ -256,6 +259,7 @@ class FEC(_BatchCompressor):
         """The settings, without the process set."""
         return {
             "threshold": self.threshold,
+            "form": self._codec.form,
             "error_feedback": self.error_feedback,
             "min_size": self.min_size,
             "exchange": self.exchange,
@@ -313,7 +317,7 @@ class FEC(_BatchCompressor):
                 return wire.pack_error(str(error))
             names = [names[i] and f"{names[i]}, mean of {rank}/{ranks}" for i, _ in share]
             # Means of n independent values are sqrt(n) times smaller: this keeps as many of them.
-            codec = FecCodec(max(self.threshold - math.log2(ranks) / 2, -126))
+            codec = FecCodec(max(self.threshold - math.log2(ranks) / 2, -126), self._codec.form)
             frame, _ = self._encode(names, means, ex.probe, codec=codec)
             self._stats.add_sent(frame.nbytes)
             return frame

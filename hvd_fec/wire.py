@@ -10,7 +10,7 @@ import numpy as np
 
 MAGIC = b"HFEC"
 VERSION = 1
-HEADER = struct.Struct("<4sBBBBh2xIQQQQQ")
+HEADER = struct.Struct("<4sBBBBhBxIQQQQQ")
 NONFINITE = 1
 """Flag: the payload ends with a plane that marks elements which were NaN or infinite."""
 
@@ -25,7 +25,8 @@ class PayloadError(ValueError):
 
 class Header(NamedTuple):
     """What a payload says about itself. ``sections`` are byte lengths, in payload order, and
-    ``mantissa`` the fraction field of the float32 whose exponent is ``parameter``."""
+    ``mantissa`` the fraction field of the float32 whose exponent is ``parameter``. ``form`` is how
+    the codec has laid them out."""
 
     codec: int
     dtype: int
@@ -35,6 +36,7 @@ class Header(NamedTuple):
     kept: int
     sections: Tuple[int, int, int]
     mantissa: int = 0
+    form: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +47,7 @@ class Header(NamedTuple):
         """Put the header into the first bytes of ``payload`` (uint8)."""
         HEADER.pack_into(
             payload, 0, MAGIC, VERSION, self.codec, self.dtype, self.flags, self.parameter,
-            self.mantissa, self.count, self.kept, *self.sections,
+            self.form, self.mantissa, self.count, self.kept, *self.sections,
         )  # fmt: skip
 
 
@@ -73,7 +75,7 @@ def read_header(data: np.ndarray) -> Header:
             f"payload of {data.size} bytes is shorter than its {HEADER.size} byte header"
         )
     fields = HEADER.unpack_from(data)
-    magic, version, codec, dtype, flags, parameter, mantissa, count, kept, *sections = fields
+    magic, version, codec, dtype, flags, parameter, form, mantissa, count, kept, *sections = fields
     if magic != MAGIC:
         raise PayloadError(f"payload of {data.size} bytes starts with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
@@ -81,16 +83,15 @@ def read_header(data: np.ndarray) -> Header:
             f"payload has format version {version}, this hvd_fec reads version {VERSION}: "
             "install the same hvd_fec on every rank"
         )
-    if data[10] or data[11]:
-        reserved = bytes(data[10:12]).hex()
-        raise PayloadError(f"header bytes 10 and 11 are reserved and {reserved}, not zero")
+    if data[11]:
+        raise PayloadError(f"header byte 11 is reserved and {data[11]}, not zero")
     if mantissa >> 23:
         raise PayloadError(f"payload has a threshold with mantissa {mantissa}, more than 23 bits")
     if dtype not in DTYPE_NAMES:
         raise PayloadError(f"payload has dtype code {dtype}, known are {sorted(DTYPE_NAMES)}")
     if kept > count:
         raise PayloadError(f"payload claims {kept} kept values of {count}")
-    header = Header(codec, dtype, flags, parameter, count, kept, tuple(sections), mantissa)
+    header = Header(codec, dtype, flags, parameter, count, kept, tuple(sections), mantissa, form)
     if header.nbytes > data.size:
         raise PayloadError(f"payload claims {header.nbytes} bytes, {data.size} are there")
     return header

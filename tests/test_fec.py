@@ -748,9 +748,11 @@ def test_values_well_above_the_threshold_are_counted():
 @pytest.mark.parametrize("threshold", [-9, -9.0, np.int64(-9), np.float32(-9)])
 def test_config_recreates_the_codec(threshold):
     codec = FecCodec(threshold)
-    assert codec.get_config() == {"threshold": -9} and type(codec.threshold) is int
+    assert (
+        codec.get_config() == {"threshold": -9, "form": "planes"} and type(codec.threshold) is int
+    )
     assert FecCodec(**codec.get_config()).threshold == -9
-    assert repr(codec) == "FecCodec(threshold=-9)"
+    assert repr(codec) == "FecCodec(threshold=-9, form='planes')"
 
 
 @pytest.mark.parametrize(

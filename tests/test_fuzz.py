@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_coded
 
 import hvd_fec
 from hvd_fec import PayloadError, wire
@@ -64,7 +65,7 @@ class Parts:
         lengths = len(table) + len(sections[0]), len(sections[1]), len(nonfinite)
         codec, dtype, flags, threshold, count = self.fields
         mantissa = rng.choice([0, 0, 1, rng.randrange(2**23), 2**23])
-        fields = (codec, dtype, flags, threshold, mantissa, count, kept)
+        fields = (codec, dtype, flags, threshold, 0, mantissa, count, kept)
         header = wire.HEADER.pack(wire.MAGIC, wire.VERSION, *fields, *lengths)
         return header + table + b"".join(sections) + nonfinite
 
@@ -268,15 +269,19 @@ def encode_everything():
                 np.testing.assert_array_equal(residual, x.astype(np.float32))
         x[: n // 2] = np.nan
         FecCodec().decode(FecCodec(0).encode(x))
+        for y in x[n // 2 :], x:
+            FecCodec().decode(FecCodec(0, "coded").encode(y))
         FecCodec().encode(np.frombuffer(bytes(8 * n + 1), np.float64, offset=1))  # unaligned
 
 
 def main(number, seed):
     print(Path(hvd_fec.__file__).parent)
     hostile = list(strings(number, seed))
+    coded = list(test_coded.hostile(number // 3, seed))
     for isa in _kernels.available() if _kernels else []:
         _kernels.use(isa)
         encode_everything()
+        check_all(coded)
         accepted, faults = check_all(hostile)
         print(f"{isa}: {number} strings, {accepted} decoded, faults {sorted(faults)}")
 

@@ -36,6 +36,7 @@ LAYERS = [
     {"hvd_fec.survey", "hvd_fec.cost"},
     {"hvd_fec.codecs"},
     {"hvd_fec.codecs.fec", "hvd_fec.codecs.ternary"},
+    {"hvd_fec.codecs.coded"},
     {"hvd_fec.codecs.arrays", "hvd_fec.codecs.kernels"},
     {"hvd_fec.codecs._numpy", "hvd_fec._ext._kernels"},
     {

@@ -7,9 +7,11 @@ offer a buffer, such as bfloat16, need no special case. The NumPy twin of every 
 """
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
 
 cdef extern from "kernels.h" nogil:
     enum: FEC_CHUNK
+    enum: CODED_CHUNK
     enum: TERNARY_LANES
     enum: TERNARY_MAX_RANKS
     ctypedef struct ternary_radix:
@@ -31,6 +33,12 @@ cdef extern from "kernels.h" nogil:
                                float, float *) noexcept nogil
         size_t (*pack_runs)(const uint8_t *, size_t, uint8_t *) noexcept nogil
         int (*unpack_runs)(const uint8_t *, size_t, uint8_t *, size_t) noexcept nogil
+        size_t (*coded_pack)(const uint8_t *, const uint8_t *, const uint16_t *, size_t, uint32_t *,
+                             uint8_t *, uint8_t *, uint32_t *) noexcept nogil
+        int (*coded_unpack)(const uint8_t *, size_t, const uint32_t *, size_t, uint32_t *,
+                            uint32_t *, size_t *) noexcept nogil
+        void (*coded_add)(const uint32_t *, const uint32_t *, size_t, float, float,
+                          float *) noexcept nogil
         uint32_t (*ternary_survey)(const void *, int, const float *, size_t,
                                    double *) noexcept nogil
         uint64_t (*ternary_encode)(const void *, int, float *, size_t, float, float,
@@ -44,6 +52,7 @@ cdef extern from "kernels.h" nogil:
     void kernels_leave(unsigned)
 
 CHUNK = FEC_CHUNK
+CODED = CODED_CHUNK
 LANES = TERNARY_LANES
 MAX_RANKS = TERNARY_MAX_RANKS
 
@@ -182,6 +191,88 @@ def unpack_runs(const uint8_t[::1] stream, uint8_t[::1] plane):
     with nogil:
         status = active.unpack_runs(s, m, &plane[0], n)
     return status
+
+
+cdef size_t _coded_chunks(size_t n):
+    return n // CODED_CHUNK + (n % CODED_CHUNK != 0)
+
+
+def coded_room(size_t n, size_t kept):
+    """Bytes that ``coded_pack`` needs for n elements of which so many are kept.
+
+    A subset of u elements takes below 1.6 u bits: one of n, up to 14 of those kept, and signs.
+    """
+    return n // 4 + 3 * kept + 64 * _coded_chunks(n)
+
+
+def coded_pack(const uint8_t[::1] codes, const uint8_t[::1] signs, const uint16_t[::1] table,
+               size_t n, size_t kept, uint8_t[::1] out, uint32_t[::1] out_table):
+    """The sections that ``fec_encode`` wrote for n elements, ``kept`` of them kept, as coded
+    streams; returns their bytes. ``out_table`` receives bytes and values kept of each chunk."""
+    cdef size_t used, room = min(kept, <size_t>CODED_CHUNK) + 2
+    cdef uint32_t *member
+    if (<size_t>table.shape[0] != 2 * _chunks(n) or <size_t>out.shape[0] < coded_room(n, kept)
+            or <size_t>out_table.shape[0] != 2 * _coded_chunks(n)):
+        raise ValueError("buffers do not fit the elements")
+    if n == 0:
+        return 0
+    cdef const uint8_t *c = &codes[0] if codes.shape[0] else NULL
+    cdef const uint8_t *s = &signs[0] if signs.shape[0] else NULL
+    member = <uint32_t *>malloc(room * (sizeof(uint32_t) + 1))
+    if member == NULL:
+        raise MemoryError()
+    with nogil:
+        used = active.coded_pack(c, s, &table[0], n, member, <uint8_t *>(member + room), &out[0],
+                                 &out_table[0])
+        free(member)
+    return used
+
+
+def coded_unpack(const uint8_t[::1] data, const uint32_t[::1] table, size_t n,
+                 uint32_t[::1] entries):
+    """(status, bad chunk) of coded streams of n elements; status 0 means sound.
+
+    ``entries`` receives what is kept: position in its chunk, code from bit 20 on, sign in bit 24.
+    """
+    cdef size_t i, nbytes = 0, kept = 0, most = 1, bad = 0, length
+    cdef size_t chunks = _coded_chunks(n)
+    cdef int status
+    cdef uint32_t *member
+    if <size_t>table.shape[0] != 2 * chunks:
+        raise ValueError(f"{table.shape[0]} table entries for {n} elements")
+    for i in range(chunks):
+        length = min(n - i * CODED_CHUNK, <size_t>CODED_CHUNK)
+        if table[2 * i + 1] > length:
+            raise ValueError(f"{table[2 * i + 1]} values kept of {length}")
+        nbytes += table[2 * i]
+        kept += table[2 * i + 1]
+        most = max(most, <size_t>table[2 * i + 1])
+    if nbytes != <size_t>data.shape[0] or kept != <size_t>entries.shape[0]:
+        raise ValueError("the table does not fit the streams and the entries")
+    if n == 0:
+        return 0, 0
+    cdef const uint8_t *d = &data[0] if nbytes else NULL
+    cdef uint32_t *e = &entries[0] if kept else NULL
+    member = <uint32_t *>malloc(most * sizeof(uint32_t))
+    if member == NULL:
+        raise MemoryError()
+    with nogil:
+        status = active.coded_unpack(d, nbytes, &table[0], n, member, e, &bad)
+        free(member)
+    return status, bad
+
+
+def coded_add(const uint32_t[::1] entries, const uint32_t[::1] table, float lowest, float scale,
+              float[::1] out):
+    """out += scale * decoded. Only for entries that ``coded_unpack`` wrote for this size."""
+    cdef size_t n = out.shape[0]
+    cdef unsigned mode
+    if n == 0 or entries.shape[0] == 0:
+        return
+    with nogil:
+        mode = kernels_enter()
+        active.coded_add(&entries[0], &table[0], n, lowest, scale, &out[0])
+        kernels_leave(mode)
 
 
 cdef ternary_radix _radix(uint64_t ranks, size_t n, size_t words) except *:

@@ -102,6 +102,7 @@ ternary_radix ternary_radix_of(uint64_t ranks)
 #define TARGET
 #define VECTOR_BYTES 16
 #include "kernels_template.h"
+#include "coded_template.h"
 #include "ternary_template.h"
 #include "kernel_table.h"
 #undef NAME_SUFFIX
@@ -114,6 +115,7 @@ ternary_radix ternary_radix_of(uint64_t ranks)
 #define VECTOR_BYTES 32
 #define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt")))
 #include "kernels_template.h"
+#include "coded_template.h"
 #include "ternary_template.h"
 #include "kernel_table.h"
 #undef NAME_SUFFIX
@@ -127,6 +129,7 @@ ternary_radix ternary_radix_of(uint64_t ranks)
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,popcnt," \
                                      "prefer-vector-width=512")))
 #include "kernels_template.h"
+#include "coded_template.h"
 #include "ternary_template.h"
 #include "kernel_table.h"
 #undef NAME_SUFFIX

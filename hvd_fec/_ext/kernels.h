@@ -36,6 +36,17 @@ typedef struct {
     uint64_t above; /* of these, values well above the smallest kept magnitude */
 } fec_sizes;
 
+/* The coded form: elements of one chunk, and why a stream is not sound. */
+#define CODED_CHUNK (1u << 20)
+
+enum {
+    CODED_OK = 0,
+    CODED_ENDS = 1,    /* it ends too early */
+    CODED_OUTSIDE = 2, /* a position outside of what it is among */
+    CODED_COUNT = 3,   /* a count larger than what it is among */
+    CODED_REST = 4     /* bits after the last that are not padding with zeros */
+};
+
 /* Ternary: words of one block, values of one conversion, and the most that a word can hold. */
 #define TERNARY_LANES 16
 #define TERNARY_ROOM 1024
@@ -73,6 +84,13 @@ typedef struct {
                            size_t n, float lowest, float scale, float *out);
     size_t (*pack_runs)(const uint8_t *plane, size_t n, uint8_t *out);
     int (*unpack_runs)(const uint8_t *in, size_t in_len, uint8_t *plane, size_t n);
+    size_t (*coded_pack)(const uint8_t *codes, const uint8_t *signs, const uint16_t *table,
+                         size_t n, uint32_t *member, uint8_t *code, uint8_t *out,
+                         uint32_t *out_table);
+    int (*coded_unpack)(const uint8_t *data, size_t len, const uint32_t *table, size_t n,
+                        uint32_t *member, uint32_t *entry, size_t *bad_chunk);
+    void (*coded_add)(const uint32_t *entry, const uint32_t *table, size_t n, float lowest,
+                      float scale, float *out);
     uint32_t (*ternary_survey)(const void *x, int dtype, const float *residual, size_t n,
                                double *squares);
     uint64_t (*ternary_encode)(const void *x, int dtype, float *residual, size_t n, float step,

@@ -203,6 +203,152 @@ def fec_decode_add(codes, signs, table, lowest, scale, out):
             out[start + at] += lut[nibbles[at] | bits << 4]
 
 
+# ---- coded --------------------------------------------------------------------------------------
+
+CODED = 1 << 20
+"""Elements of one chunk of the coded form."""
+CODED_ENDS, CODED_OUTSIDE, CODED_COUNT, CODED_REST = 1, 2, 3, 4
+
+
+def coded_room(n, kept):
+    return n // 4 + 3 * kept + 64 * -(-n // CODED)
+
+
+def _rice_bits(universe, members):
+    k = 0
+    while members and 133 * (members << (k + 1)) <= 64 * (2 * (universe - members) + members):
+        k += 1
+    return k
+
+
+def _number(value, width):
+    return (value >> np.arange(width) & 1).astype(np.uint8)
+
+
+def _subset(member):
+    """The bits that say where the boolean array ``member`` is set."""
+    if 2 * np.count_nonzero(member) > member.size:
+        member = ~member
+    gaps = np.diff(np.flatnonzero(member), prepend=-1) - 1
+    k = _rice_bits(member.size, gaps.size)
+    ends = np.cumsum((gaps >> k) + 1 + k) - 1
+    bits = np.zeros(ends[-1] + 1 if ends.size else 0, np.uint8)
+    bits[ends - k] = 1
+    for j in range(k):
+        bits[ends - k + 1 + j] = gaps >> j & 1
+    return bits
+
+
+def coded_pack(codes, signs, table, n, kept, out, out_table):
+    chunks = list(_chunks(codes, signs, table, n))
+    used = 0
+    for chunk in range(-(-n // CODED)):
+        part = chunks[chunk * CODED // CHUNK : (chunk + 1) * CODED // CHUNK]
+        code = np.concatenate([nibbles for *_, nibbles, _ in part])
+        bits = [_subset(code > 0), *(sign for *_, sign in part)]
+        code = code[code > 0]
+        out_table[2 * chunk + 1] = code.size
+        for level in range(1, 15):
+            if code.size:
+                higher = code > level
+                bits += [_number(np.count_nonzero(higher), code.size.bit_length()), _subset(higher)]
+                code = code[higher]
+        stream = np.packbits(np.concatenate(bits), bitorder="little")
+        out_table[2 * chunk] = stream.size
+        out[used : used + stream.size] = stream
+        used += stream.size
+    return used
+
+
+class _Bits:
+    """Reads the bits of one stream."""
+
+    def __init__(self, stream):
+        self.bits = np.unpackbits(stream, bitorder="little")
+        ones = np.where(self.bits, np.arange(self.bits.size), self.bits.size)
+        self.next_one = [*np.minimum.accumulate(ones[::-1])[::-1].tolist(), self.bits.size]
+        self.at = 0
+
+    def number(self, width):
+        bits = self.bits[self.at : self.at + width]
+        self.at += width
+        return int((bits.astype(np.uint64) << np.arange(bits.size, dtype=np.uint64)).sum())
+
+    def subset(self, universe, m):
+        """(status, boolean array of which m of the elements are meant)."""
+        others = 2 * m > universe
+        gaps = universe - m if others else m
+        left = m if others else universe
+        k = _rice_bits(universe, gaps)
+        chosen = np.zeros(universe, bool)
+        place, size = 0, self.bits.size
+        for _ in range(gaps):
+            end = self.next_one[self.at]
+            if end + 1 + k > size:
+                return CODED_ENDS, None
+            gap = end - self.at << k
+            self.at = end + 1
+            gap += self.number(k) if k else 0
+            if gap >= universe - place or gap > left:
+                return CODED_OUTSIDE, None
+            left -= gap if others else 0
+            place += gap
+            chosen[place] = True
+            place += 1
+        return OK, ~chosen if others else chosen
+
+
+def _coded_unpack_chunk(stream, n, m):
+    """(status, entries) of one chunk."""
+    bits = _Bits(stream)
+    status, member = bits.subset(n, m)
+    if status:
+        return status, None
+    if bits.bits.size - bits.at < m:
+        return CODED_ENDS, None
+    sign = bits.bits[bits.at : bits.at + m].astype(np.uint32)
+    bits.at += m
+    code = np.ones(m, np.uint32)
+    members = np.arange(m)
+    for _ in range(1, 15):
+        if not members.size:
+            break
+        width = members.size.bit_length()
+        if bits.bits.size - bits.at < width:
+            return CODED_ENDS, None
+        count = bits.number(width)
+        if count > members.size:
+            return CODED_COUNT, None
+        status, higher = bits.subset(members.size, count)
+        if status:
+            return status, None
+        members = members[higher]
+        code[members] += 1
+    rest = bits.bits[bits.at :]
+    if rest.size >= 8 or rest.any():
+        return CODED_REST, None
+    return OK, np.flatnonzero(member).astype(np.uint32) | code << 20 | sign << 24
+
+
+def coded_unpack(data, table, n, entries):
+    chunk = -1
+    for chunk, (length, kept) in enumerate(table.reshape(-1, 2).tolist()):
+        size = min(CODED, n - chunk * CODED)
+        status, part = _coded_unpack_chunk(data[:length], size, kept)
+        if status:
+            return status, chunk
+        entries[:kept] = part
+        data, entries = data[length:], entries[kept:]
+    return OK, chunk + 1
+
+
+def coded_add(entries, table, lowest, scale, out):
+    lut = values(lowest, scale)
+    start = np.repeat(np.arange(table.size // 2) * CODED, table[1::2])
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[start + (entries & 0xFFFFF)] += lut[entries >> 20]
+
+
 # ---- ternary ------------------------------------------------------------------------------------
 
 LANES = 16

@@ -13,6 +13,7 @@ from typing import List, Optional, Tuple
 import numpy as np
 
 from hvd_fec import threads, wire
+from hvd_fec.codecs import coded
 from hvd_fec.codecs.arrays import checked, gradient, ranges
 from hvd_fec.codecs.kernels import active as kernels
 from hvd_fec.wire import PayloadError
@@ -20,6 +21,8 @@ from hvd_fec.wire import PayloadError
 CODEC = 1
 """This format's number in the header."""
 CHUNK = kernels.CHUNK
+FORMS = ("planes", "coded")
+"""What a payload's bytes may look like; the header has the index."""
 
 _FAULTS = {
     1: "a code stream longer than its plane",
@@ -45,12 +48,15 @@ class FecCodec:
     Args:
         threshold: exponent of the smallest kept magnitude, a number in -126..113: an integer in
             the published scheme. ``2**threshold`` is rounded to float32.
+        form: ``"planes"``, the quickest to write and to read, or ``"coded"``, the same values near
+            their entropy: smaller, the more so the sparser, and more work per kept value. A tensor
+            whose planes are not larger is sent as planes all the same.
 
     Raises:
-        ValueError: the threshold is not such a number.
+        ValueError: the threshold is not such a number, or the form has another name.
     """
 
-    def __init__(self, threshold: float = -9):
+    def __init__(self, threshold: float = -9, form: str = "planes"):
         number = isinstance(threshold, Real) and not isinstance(threshold, bool)
         if not number or not math.isfinite(threshold):
             raise ValueError(f"threshold must be a number, not {threshold!r}")
@@ -60,13 +66,16 @@ class FecCodec:
             )
         self.threshold = int(threshold) if threshold == int(threshold) else float(threshold)
         self._lowest = np.float32(2.0**self.threshold)
+        if form not in FORMS:
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, not {form!r}")
+        self.form = form
 
     def get_config(self) -> dict:
         """The constructor's arguments."""
-        return {"threshold": self.threshold}
+        return {"threshold": self.threshold, "form": self.form}
 
     def __repr__(self) -> str:
-        return f"FecCodec(threshold={self.threshold})"
+        return f"FecCodec(threshold={self.threshold}, form={self.form!r})"
 
     def encode(self, x, residual: Optional[np.ndarray] = None) -> np.ndarray:
         """Encode ``x`` (plus ``residual``) and leave in ``residual`` what the payload lacks.
@@ -119,7 +128,7 @@ class FecCodec:
         codes = np.empty((n + 1) // 2, np.uint8)
         signs = np.empty(n // 8 + n_chunks, np.uint8)
         table = np.empty(2 * n_chunks, "<u2")
-        cuts = ranges(n, CHUNK)
+        cuts = ranges(n, coded.CHUNK if self.form == "coded" else CHUNK)
 
         def encode(a, b):
             chunk = a // CHUNK
@@ -142,6 +151,19 @@ class FecCodec:
             for (a, _), size in zip(cuts, sizes)
         ]
         sign_section = sum(part.size for part in parts) - code_section
+        form = "planes"
+        if self.form == "coded":
+            chunks = [2 * (a // CHUNK) for a, _ in cuts]
+            smaller = coded.pack(
+                cuts,
+                parts[1 : 1 + len(cuts)],
+                parts[1 + len(cuts) :],
+                [table[i:j] for i, j in zip(chunks, [*chunks[1:], table.size])],
+                [size[2] for size in sizes],
+            )
+            if sum(part.size for part in smaller) < code_section + sign_section:
+                form, parts = "coded", smaller
+                code_section, sign_section = sum(part.size for part in parts), 0
         nonfinite = np.empty(0, np.uint8)
         if bad is not None:
             plane = np.packbits(bad, bitorder="little")
@@ -158,6 +180,7 @@ class FecCodec:
             sum(size[2] for size in sizes),
             (code_section, sign_section, nonfinite.size),
             mantissa,
+            FORMS.index(form),
         )
         payload = np.empty(header.nbytes, np.uint8)
         header.write(payload)
@@ -213,6 +236,20 @@ class _Sections:
                 f"payload has flags {header.flags} and a non-finite plane of "
                 f"{header.sections[2]} bytes"
             )
+        if header.form >= len(FORMS):
+            raise PayloadError(f"payload has form {header.form}, known are 0 to {len(FORMS) - 1}")
+        code_section, sign_section, nonfinite = np.split(
+            data[wire.HEADER.size :], np.cumsum(header.sections[:2])
+        )
+        self.coded = None
+        if FORMS[header.form] == "coded":
+            self.coded = coded.Streams(header, code_section)
+        else:
+            self._read_planes(code_section, sign_section)
+        self.nonfinite = self._nonfinite(nonfinite) if nonfinite.size else None
+
+    def _read_planes(self, code_section, sign_section) -> None:
+        header = self.header
         n_chunks = -(-header.count // CHUNK)
         table_bytes = 4 * n_chunks
         if table_bytes > header.sections[0]:
@@ -220,9 +257,6 @@ class _Sections:
                 f"payload of {header.count} elements needs a chunk table of {table_bytes} bytes, "
                 f"its code section has {header.sections[0]}"
             )
-        code_section, sign_section, nonfinite = np.split(
-            data[wire.HEADER.size :], np.cumsum(header.sections[:2])
-        )
         table = code_section[:table_bytes].copy().view("<u2")
         codes = code_section[table_bytes:]
         self.parts: List[Tuple[int, int, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -248,7 +282,6 @@ class _Sections:
         kept = sum(check[2] for check in checks)
         if kept != header.kept:
             raise PayloadError(f"payload claims {header.kept} kept values and holds {kept}")
-        self.nonfinite = self._nonfinite(nonfinite) if nonfinite.size else None
 
     def _nonfinite(self, stream) -> np.ndarray:
         """Indices of the elements that decode to NaN."""
@@ -264,12 +297,15 @@ class _Sections:
         return np.flatnonzero(bits)
 
     def add_to(self, out: np.ndarray, scale: float) -> None:
-        threads.run(
-            [
-                partial(kernels.fec_decode_add, c, s, t, self.lowest, scale, out[a:b])
-                for a, b, c, s, t in self.parts
-            ]
-        )
+        if self.coded is not None:
+            self.coded.add_to(out, self.lowest, scale)
+        else:
+            threads.run(
+                [
+                    partial(kernels.fec_decode_add, c, s, t, self.lowest, scale, out[a:b])
+                    for a, b, c, s, t in self.parts
+                ]
+            )
         if self.nonfinite is not None:
             out[self.nonfinite] = np.nan
 
