@@ -5,6 +5,7 @@ sends the gradients as they are. The weights must then be those of ``none``, so 
 quantiser is compared with Horovod itself. ``fec.py`` and ``ternary.py`` test the quantisers.
 """
 
+import horovod.keras
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as hvd_keras
 import numpy as np
@@ -209,3 +210,149 @@ def sync_batch_normalization(compression):
     model.compile(sgd(compression), "mse")
     model.fit(*samples(), 8, 2, verbose=0, shuffle=False)
     return model.get_weights()
+
+
+@use
+def partial_optimizer_with_local_variables(compression):
+    model = keras.Sequential(layers())
+    local = model.layers[0]
+    opt = horovod.keras.PartialDistributedOptimizer(
+        keras.optimizers.SGD(LR), compression=compression, local_layers=[local]
+    )
+    model.compile(opt, "mse")
+    model.fit(*samples(), 8, 2, verbose=0, shuffle=False)
+    # What is local differs: its sum over ranks must be that of none as well.
+    return model.layers[1].get_weights() + [
+        hvd.allreduce(tf.constant(w), op=hvd.Sum).numpy() for w in local.get_weights()
+    ]
+
+
+@use
+def saved_and_loaded(compression):
+    folder = hvd.broadcast_object(f"/tmp/hvd_fec_test_{np.random.default_rng().integers(2**60)}")
+    path = f"{folder}_{RANK}.h5"
+    fit(compression).save(path)
+    try:
+        model = hvd_keras.load_model(path, compression=compression)
+    finally:
+        tf.io.gfile.remove(path)
+    model.fit(*samples(seed=1), 8, 2, verbose=0, shuffle=False)
+    return model.get_weights()
+
+
+# ---- loops of one's own --------------------------------------------------------------------------
+
+
+def loop(compression, steps=4, function=True, **tape_kwargs):
+    """Trains a dense model with a tape; a head has no part in the loss."""
+    model = keras.Sequential(layers())
+    unused = keras.layers.Dense(5)
+    unused.build((None, 16))
+    variables = model.trainable_variables + unused.trainable_variables
+    opt = keras.optimizers.SGD(LR)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        tape = hvd.DistributedGradientTape(tape, compression=compression, **tape_kwargs)
+        grads = tape.gradient(loss, variables)
+        assert [g is None for g in grads] == [False] * 4 + [True] * 2
+        opt.apply_gradients((g, v) for g, v in zip(grads, variables) if g is not None)
+
+    if function:
+        step = tf.function(step)
+    for i in range(steps):
+        step(*map(tf.constant, samples(8 + i % 2, seed=i)))  # two batch sizes: two traces
+    return model.get_weights()
+
+
+@use
+def none_gradients_and_retraces(compression):
+    return loop(compression)
+
+
+@use
+def none_gradients_in_groups(compression):
+    return loop(compression, groups=2)
+
+
+@use
+def none_gradients_eagerly(compression):
+    return loop(compression, steps=2, function=False)
+
+
+@use
+def persistent_tape(compression):
+    model = keras.Sequential(layers())
+    first, last = model.layers
+    opt = keras.optimizers.SGD(LR)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape(persistent=True) as tape:
+            out = model(x)
+            loss, size = tf.reduce_mean((out - y) ** 2), tf.reduce_mean(out**2)
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        one = tape.gradient(loss, first.trainable_variables)
+        two = tape.gradient(size, last.trainable_variables)
+        opt.apply_gradients(zip(one + two, model.trainable_variables))
+
+    for i in range(3):
+        step(*map(tf.constant, samples(8, seed=i)))
+    return model.get_weights()
+
+
+@use
+def two_networks_against_each_other(compression):
+    generator = keras.Sequential(layers(outputs=16))
+    critic = keras.Sequential(layers(outputs=1, hidden=20))
+    opts = keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.01)
+
+    @tf.function
+    def step(noise, real):
+        with tf.GradientTape() as g_tape, tf.GradientTape() as c_tape:
+            fake = generator(noise)
+            g_loss = tf.reduce_mean((critic(fake) - 1) ** 2)
+            c_loss = tf.reduce_mean(critic(fake) ** 2) + tf.reduce_mean((critic(real) - 1) ** 2)
+        for tape, loss, net, opt in (
+            (g_tape, g_loss, generator, opts[0]),
+            (c_tape, c_loss, critic, opts[1]),
+        ):
+            tape = hvd.DistributedGradientTape(tape, compression=compression)
+            grads = tape.gradient(loss, net.trainable_variables)
+            opt.apply_gradients(zip(grads, net.trainable_variables))
+
+    for i in range(3):
+        step(tf.constant(samples(8, i)[0]), tf.constant(samples(8, i + 9)[0]))
+    return generator.get_weights() + critic.get_weights()
+
+
+# ---- what has an expectation of its own ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [hvd_fec.FEC, hvd_fec.Ternary, lambda: hvd_fec.TwoBit(0.5)])
+def test_all_ranks_skip_a_step_that_overflows_on_one(make):
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        keras.utils.set_random_seed(5)
+        model = keras.Sequential(layers(hidden=128))
+        compressor = make()
+        opt = sgd(compressor, groups=1)
+        opt = keras.mixed_precision.LossScaleOptimizer(opt, initial_scale=2.0**7)
+        model.compile(opt, "mse")
+        scales = []
+        for step in range(4):
+            x, y = samples(8, step)
+            if step == 1 and RANK == SIZE - 1:
+                x[0, 0] = np.inf
+            before = model.get_weights()
+            model.train_on_batch(x, y)
+            after = model.get_weights()
+            assert all(np.array_equal(a, b) for a, b in zip(before, after)) == (step == 1)
+            assert all(np.isfinite(w).all() for w in after)
+            scales.append(float(opt.loss_scale))
+            same_everywhere([*after, scales[-1]])
+        assert scales == [128, 64, 64, 64]
+        assert compressor.stats.steps > 0
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
