@@ -17,6 +17,14 @@ import numpy as np
 FORMAT, VERSION = "hvd_fec compressor state", 1
 
 
+# What reading damaged bytes as an .npz can end in. zipfile raises RuntimeErrors for archives of a
+# kind that it cannot read.
+_UNREADABLE = (
+    *(OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError),
+    *(ValueError, KeyError, TypeError, AttributeError),
+)
+
+
 class CheckpointError(ValueError):
     """A file that cannot be used; the text says why and what to do."""
 
@@ -73,9 +81,7 @@ def restore(path: Union[str, Path], compressor, rank: int, ranks: int) -> None:
             steps = dict(meta["steps"])
     except (FileNotFoundError, CheckpointError):
         raise
-    except (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError) as error:
-        raise _torn(path, error) from error
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise _torn(path, error) from error
     now = {"rank": rank, "ranks": ranks, **json.loads(json.dumps(_kind(compressor)))}
     changed = [f"{k} {meta.get(k)}, not {v}" for k, v in now.items() if meta.get(k) != v]

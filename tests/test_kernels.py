@@ -105,7 +105,6 @@ def encode(kernels, x, dtype, residual, threshold, offset=0):
     )
     for buffer in codes, signs, table:
         buffer.check()
-    assert 0 <= used[3] <= used[2]
     return codes.array[: used[0]], signs.array[: used[1]], table.array, used[2]
 
 

@@ -11,7 +11,7 @@ from hvd_fec.cli import doctor as _doctor
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def hvd_fec():
-    """Gradient compression for Horovod: what is here, how fast it is, whether it pays."""
+    """Gradient compression for Horovod."""
 
 
 @hvd_fec.command()

@@ -96,12 +96,6 @@ class FecCodec:
             TypeError: another dtype.
             ValueError: a residual of another size, dtype or layout, or sharing memory with ``x``.
         """
-        return self.encode_counting(x, residual)[0]
-
-    def encode_counting(self, x, residual: Optional[np.ndarray] = None) -> Tuple[np.ndarray, int]:
-        """As :meth:`encode`; also counts the values from ``2**threshold`` plus a quarter of its
-        power of two up. With the number of kept values, which the header has, that tells how
-        their number changes with the threshold."""
         raw, dtype, n = gradient(x)
         if residual is not None:
             residual = checked("residual", residual, n)
@@ -119,7 +113,7 @@ class FecCodec:
         """Whether all elements of ``x``, as for :meth:`encode`, are finite and fit float32."""
         return _finite(*gradient(x))
 
-    def _encode(self, raw, dtype, n, residual, bad=None) -> Tuple[np.ndarray, int]:
+    def _encode(self, raw, dtype, n, residual, bad=None) -> np.ndarray:
         itemsize = raw.size // n if n else 0
         # NaNs are taken out of a float32 copy; the header still names the caller's dtype.
         kernel_dtype = dtype if bad is None else wire.DTYPES["float32"]
@@ -185,7 +179,7 @@ class FecCodec:
         payload = np.empty(header.nbytes, np.uint8)
         header.write(payload)
         np.concatenate([*parts, nonfinite], out=payload[wire.HEADER.size :])
-        return payload, sum(size[3] for size in sizes)
+        return payload
 
     def decode(self, payload) -> np.ndarray:
         """The payload's values, float32 of shape (count,), whatever threshold wrote it.

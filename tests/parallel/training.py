@@ -5,6 +5,8 @@ sends the gradients as they are. The weights must then be those of ``none``, so 
 quantiser is compared with Horovod itself. ``fec.py`` and ``ternary.py`` test the quantisers.
 """
 
+import tempfile
+
 import horovod.keras
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as hvd_keras
@@ -163,21 +165,11 @@ def last_batch_smaller(compression):
 
 @use
 def sparse_gradients_as_dense(compression):
-    model = keras.Sequential(
-        [
-            keras.layers.Embedding(50, 8, input_length=4),
-            keras.layers.Flatten(),
-            keras.layers.Dense(3),
-        ]
-    )
-    model.compile(sgd(compression, sparse_as_dense=True, groups=1), "mse")
-    x = np.random.default_rng(RANK).integers(0, 50, (16, 4))
-    model.fit(x, np.ones((16, 3)), 8, 3, verbose=0, shuffle=False)
-    return model.get_weights()
+    return sparse_gradients(compression, sparse_as_dense=True, groups=1)
 
 
 @use
-def sparse_gradients(compression):
+def sparse_gradients(compression, **kwargs):
     model = keras.Sequential(
         [
             keras.layers.Embedding(50, 8, input_length=4),
@@ -185,7 +177,7 @@ def sparse_gradients(compression):
             keras.layers.Dense(3),
         ]
     )
-    model.compile(sgd(compression), "mse")
+    model.compile(sgd(compression, **kwargs), "mse")
     x = np.random.default_rng(RANK).integers(0, 50, (16, 4))
     model.fit(x, np.ones((16, 3)), 8, 3, verbose=0, shuffle=False)
     return model.get_weights()
@@ -229,13 +221,9 @@ def partial_optimizer_with_local_variables(compression):
 
 @use
 def saved_and_loaded(compression):
-    folder = hvd.broadcast_object(f"/tmp/hvd_fec_test_{np.random.default_rng().integers(2**60)}")
-    path = f"{folder}_{RANK}.h5"
-    fit(compression).save(path)
-    try:
-        model = hvd_keras.load_model(path, compression=compression)
-    finally:
-        tf.io.gfile.remove(path)
+    with tempfile.TemporaryDirectory() as folder:
+        fit(compression).save(f"{folder}/model.h5")
+        model = hvd_keras.load_model(f"{folder}/model.h5", compression=compression)
     model.fit(*samples(seed=1), 8, 2, verbose=0, shuffle=False)
     return model.get_weights()
 
