@@ -86,6 +86,42 @@ def test_doctor_without_the_extension(tmp_path):
     assert "C compiler" in mend
 
 
+STALE = """
+import sys, types
+sys.modules["hvd_fec._ext._kernels"] = types.ModuleType("hvd_fec._ext._kernels")
+"""
+
+
+def test_an_extension_of_other_sources_is_named(tmp_path):
+    without(tmp_path, "tensorflow", "horovod")
+    with open(tmp_path / "sitecustomize.py", "a") as file:
+        file.write(STALE)
+    output = call("doctor", path=[tmp_path], code=1)
+    line, mend = finding(output, "kernels")
+    assert line.startswith("FAULT") and "built from other sources" in line
+    assert "--force-reinstall" in mend
+    assert finding(output, "Horovod"), "doctor goes on"
+
+
+@pytest.mark.parametrize("use", ["hvd_fec.codecs", "hvd_fec.FEC", "hvd_fec.cost"])
+def test_an_extension_of_other_sources_is_not_used(use):
+    done = subprocess.run(
+        [sys.executable, "-c", f"{STALE}\nimport hvd_fec\n{use}"],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: the compiled extension") and "install" in last
+
+
+@pytest.mark.parametrize("isa", ["avx1024", "AVX2"])
+def test_doctor_names_a_wrong_instruction_set(tmp_path, isa):
+    hidden = without(tmp_path, "tensorflow", "horovod")
+    output = call("doctor", path=[hidden], code=1, HVD_FEC_ISA=isa)
+    line, mend = finding(output, "kernels")
+    assert line.startswith("FAULT") and f"not {isa!r}" in line and "unset HVD_FEC_ISA" in mend
+    assert finding(output, "Horovod"), "doctor goes on"
+
+
 def test_doctor_tells_a_crash_from_an_absence(tmp_path):
     (tmp_path / "tensorflow.py").write_text("import os; os.abort()")
     line, _ = finding(call("doctor", path=[tmp_path, without(tmp_path, "horovod")], code=1),

@@ -5,10 +5,12 @@ Outputs lie between guard bytes, and every comparison is bit for bit.
 
 import ctypes
 import functools
+import hashlib
 import math
 import mmap
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 
 from hvd_fec import PayloadError, wire
 from hvd_fec.codecs import FecCodec, _numpy, fec
+from hvd_fec.codecs.kernels import INTERFACE
 
 try:
     from hvd_fec._ext import _kernels
@@ -664,3 +667,13 @@ def test_denormals_are_kept_where_the_caller_flushes_them(kernels, threads, flus
     flushing.write(mode & ~MXCSR_FLUSH)
     fec.threads._forget_pool()
     assert flushed == denormal_cases(kernels)
+
+
+def test_the_interface_has_its_number():
+    """An extension of other sources is told by it: see ``hvd_fec/codecs/kernels.py``."""
+    source = (Path(fec.__file__).parents[1] / "_ext/_kernels.pyx").read_text()
+    signatures = re.findall(r"^def .*?\):$", source, re.MULTILINE | re.DOTALL)
+    digest = hashlib.blake2b("".join("".join(signatures).split()).encode(), digest_size=8)
+    assert (INTERFACE, digest.hexdigest()) == (1, "0ebeae43357e3478"), (
+        "raise INTERFACE in kernels.py and _kernels.pyx, and note the new digest here"
+    )

@@ -50,6 +50,8 @@ cdef extern from "kernels.h" nogil:
     unsigned kernels_enter()
     void kernels_leave(unsigned)
 
+INTERFACE = 1
+"""Number of this module's interface; ``hvd_fec/codecs/kernels.py`` says when it changes."""
 CHUNK = FEC_CHUNK
 CODED = CODED_CHUNK
 LANES = TERNARY_LANES

@@ -15,7 +15,6 @@ from typing import Dict, Iterator, NamedTuple
 
 from hvd_fec import threads
 from hvd_fec._version import __version__
-from hvd_fec.codecs import kernels
 
 TENSORFLOW, HOROVOD = "2.15", "0.28.1"
 _TIMEOUT = 180  # seconds; importing TensorFlow from a cold network disk takes its time
@@ -25,6 +24,10 @@ _REBUILD = (
     "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps "
     f"horovod=={HOROVOD} (needs cmake below 4 and a C++ compiler; make does all this in hvd_fec's "
     "source tree)"
+)
+_BUILD = (
+    "install hvd_fec again where there is a C compiler: pip install --force-reinstall --no-deps . "
+    "in its source tree"
 )
 
 
@@ -62,12 +65,17 @@ def _extension() -> Finding:
         return Finding(
             subject,
             f"the compiled extension cannot be loaded, NumPy is many times slower ({error})",
-            "install hvd_fec again where there is a C compiler: pip install --force-reinstall "
-            "--no-deps . in its source tree",
+            _BUILD,
         )
-    others = ", ".join(isa for isa in _kernels.available() if isa != kernels.active.isa())
+    try:
+        from hvd_fec.codecs.kernels import active
+    except ImportError as error:
+        return Finding(subject, str(error), _BUILD)
+    except ValueError as error:
+        return Finding(subject, str(error), "unset HVD_FEC_ISA: the best is chosen")
+    others = ", ".join(isa for isa in _kernels.available() if isa != active.isa())
     asked = ", as HVD_FEC_ISA asks" * bool(wanted)
-    return Finding(subject, f"compiled, {kernels.active.isa()}{asked} (also here: {others})")
+    return Finding(subject, f"compiled, {active.isa()}{asked} (also here: {others})")
 
 
 def _threads() -> Finding:
@@ -119,7 +127,11 @@ def _horovod(base: _Said, built: _Said, tensorflow: Finding) -> Finding:
 
 def _compressors(said: _Said) -> Finding:
     if said.error:
-        return Finding("compressors", said.error, "see the error; it is none that doctor knows")
+        return Finding(
+            "compressors",
+            said.error,
+            "mend other faults first; else see the error",
+        )
     return Finding("compressors", f"{said.value} is ready")
 
 

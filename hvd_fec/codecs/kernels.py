@@ -9,6 +9,10 @@ import warnings
 
 from hvd_fec.codecs import _numpy
 
+INTERFACE = 1
+"""Raised here and in ``_kernels.pyx`` with every change to a kernel's name, arguments or results,
+so that an extension which was built from other sources is refused."""
+
 
 def _choose():
     wanted = os.environ.get("HVD_FEC_ISA", "")
@@ -26,6 +30,13 @@ def _choose():
             stacklevel=2,
         )
         return _numpy
+    built = getattr(_kernels, "INTERFACE", 0)
+    if built != INTERFACE:
+        raise ImportError(
+            f"the compiled extension {getattr(_kernels, '__file__', '')} was built from other "
+            f"sources of hvd_fec (its interface is {built}, not {INTERFACE}): install hvd_fec "
+            "again, pip install --force-reinstall --no-deps . in its source tree"
+        )
     if wanted:
         if wanted not in _kernels.available():
             names = ", ".join(["numpy", *_kernels.available()])
