@@ -14,7 +14,12 @@ SOURCES = {
 }
 MODULES = {name.removesuffix(".__init__") for name in SOURCES}
 
-MAY_USE_TENSORFLOW = {"hvd_fec.compression", "hvd_fec.exchange", "hvd_fec.callbacks"}
+MAY_USE_TENSORFLOW = {
+    "hvd_fec.batching",
+    "hvd_fec.callbacks",
+    "hvd_fec.compression",
+    "hvd_fec.exchange",
+}
 HEAVY = {"tensorflow", "horovod", "keras", "ml_dtypes"}  # ml_dtypes comes with TensorFlow
 OPTIONAL = {
     "hvd_fec.sharding": {"matplotlib"},
@@ -32,6 +37,7 @@ LAYERS = [
     {"hvd_fec"},
     {"hvd_fec.callbacks"},
     {"hvd_fec.compression"},
+    {"hvd_fec.batching"},
     {"hvd_fec.exchange"},
     {"hvd_fec.survey", "hvd_fec.cost"},
     {"hvd_fec.codecs"},
