@@ -34,7 +34,7 @@ HOROVOD_OPTIONS := HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITH_GLOO=1 \
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two pips must not work on one .venv
-.PHONY: help demo test lint clean distclean FORCE
+.PHONY: help demo test soak lint clean distclean FORCE
 
 help: ## Show this
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -44,6 +44,9 @@ demo: $(HOROVOD) $(EXTENSION) ## Train on two processes; DATA_DIR=folder to use 
 
 test: $(HOROVOD) $(EXTENSION) $(TOOLS) ## Run the tests; PYTEST_ARGS=... goes to pytest
 	$(strip $(BIN)/python -m pytest $(PYTEST_ARGS))
+
+soak: $(HOROVOD) $(EXTENSION) $(TOOLS) ## Run the tests that take hours; PYTEST_ARGS=... goes to pytest
+	$(strip $(BIN)/python -m pytest -v -s tests/soak $(PYTEST_ARGS))
 
 lint: $(TOOLS) ## Check the Python code's style
 	$(BIN)/ruff check .

@@ -13,7 +13,6 @@ import platform
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -490,7 +489,6 @@ def chosen(isa, code=WHICH):
     result = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "HVD_FEC_ISA": isa},
-        cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
     )

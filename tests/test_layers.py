@@ -140,7 +140,7 @@ sys.meta_path.insert(0, Block())
 def run(code):
     no_extension = "ignore:hvd_fec runs on its NumPy kernels"
     command = [sys.executable, "-W", "error", "-W", no_extension, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def check(code):
