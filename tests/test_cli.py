@@ -116,7 +116,7 @@ def test_an_extension_of_other_sources_is_named(tmp_path):
 def test_an_extension_of_other_sources_is_not_used(use):
     done = subprocess.run(
         [sys.executable, "-c", f"{STALE}\nimport hvd_fec\n{use}"],
-        capture_output=True, text=True, cwd=ROOT,
+        capture_output=True, text=True,
     )  # fmt: skip
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: the compiled extension") and "install" in last

@@ -13,6 +13,7 @@ import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -669,7 +670,7 @@ def test_denormals_are_kept_where_the_caller_flushes_them(kernels, threads, flus
 
 def test_the_interface_has_its_number():
     """An extension of other sources is told by it: see ``hvd_fec/codecs/kernels.py``."""
-    source = (Path(fec.__file__).parents[1] / "_ext/_kernels.pyx").read_text()
+    source = (Path(__file__).parents[1] / "hvd_fec/_ext/_kernels.pyx").read_text()
     signatures = re.findall(r"^def .*?\):$", source, re.MULTILINE | re.DOTALL)
     digest = hashlib.blake2b("".join("".join(signatures).split()).encode(), digest_size=8)
     assert (INTERFACE, digest.hexdigest()) == (1, "0ebeae43357e3478"), (
