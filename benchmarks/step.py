@@ -23,39 +23,9 @@ import tensorflow as tf
 
 import hvd_fec
 from hvd_fec import exchange, wire
+from hvd_fec.cli import sets
 
-
-def resnet50():
-    """Kernels, batch norm and classifier of ResNet-50: 161 tensors, 25.6 million values."""
-    shapes = [(7, 7, 3, 64), (64,), (64,)]
-    inputs = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convolutions = [(1, inputs, width), (3, width, width), (1, width, 4 * width)]
-            if block == 0:
-                convolutions.append((1, inputs, 4 * width))
-            for k, c_in, c_out in convolutions:
-                shapes += [(k, k, c_in, c_out), (c_out,), (c_out,)]
-            inputs = 4 * width
-    return shapes + [(2048, 1000), (1000,)]
-
-
-def vgg16_cifar():
-    """VGG-16 with one classifier layer, as it is used on 32 x 32 images: 14.7 million values."""
-    shapes, inputs = [], 3
-    for width in (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512):
-        shapes += [(3, 3, inputs, width), (width,)]
-        inputs = width
-    return shapes + [(512, 10), (10,)]
-
-
-SETS = {
-    "a": lambda: [(1_000_000,)] * 20,
-    "b": lambda: [(100_000,)] * 20,
-    "c": resnet50,
-    "d": vgg16_cifar,
-    "e": lambda: [(784, 1024), (1024,), (1024, 1024), (1024,), (1024, 10), (10,)],
-}
+SETS = dict(zip("abcde", sets.SETS.values()))
 
 
 class Floor(hvd_fec.FEC):

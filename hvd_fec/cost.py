@@ -19,6 +19,8 @@ from hvd_fec.codecs import TernaryCodec
 from hvd_fec.codecs.ternary import gathers
 
 COMPRESSORS = ("none", "fp16", "fec", "ternary", "twobit")
+EXCHANGES = ("auto", "allgather", "twoshot")
+"""Of FEC; ``auto`` is the one that :func:`two_shot_pays` is for."""
 
 
 class Network(NamedTuple):
@@ -82,6 +84,7 @@ def predict(
     ratio: float = 64.0,
     machine: Dict[str, Work] = MACHINE,
     crowding: float = 1.0,
+    exchange: str = "auto",
 ) -> Step:
     """The exchange of one group of float32 gradients.
 
@@ -92,6 +95,7 @@ def predict(
         ratio: of FEC, gradient bytes over payload bytes.
         machine: constants by compressor.
         crowding: workers per core, where there is less than one core for each.
+        exchange: of FEC, one of ``EXCHANGES``.
 
     Raises:
         ValueError: an argument is out of range.
@@ -104,9 +108,9 @@ def predict(
             f"crowding ({crowding}) must be positive"
         )
     work = machine[compressor]
-    received = received_bytes(compressor, sizes, workers, ratio)
-    pieces = _pieces(compressor, sizes, workers)
-    two_shots = compressor == "fec" and two_shot_pays(workers, 4 * sum(sizes))
+    two_shots = _in_two_shots(compressor, sizes, workers, exchange)
+    received = received_bytes(compressor, sizes, workers, ratio, exchange)
+    pieces = _pieces(compressor, sizes, workers, two_shots)
     more_fixed, more_values = _TWO_SHOTS if two_shots else (1.0, 1.0)
     host = more_fixed * work.fixed + work.piece * pieces + more_values * work.value * sum(sizes)
     through = received * (workers if network.shared else 1)
@@ -114,12 +118,16 @@ def predict(
         [received * work.byte * crowding, max(through - network.burst, 0) / network.bandwidth]
     )
     transfer = longer + shorter / 3
-    rounds = _rounds(compressor, sizes, workers)
+    rounds = _rounds(compressor, workers, two_shots)
     return Step(host * crowding, rounds * network.latency, transfer, received)
 
 
 def received_bytes(
-    compressor: str, sizes: Sequence[int], workers: int, ratio: float = 64.0
+    compressor: str,
+    sizes: Sequence[int],
+    workers: int,
+    ratio: float = 64.0,
+    exchange: str = "auto",
 ) -> float:
     """Bytes that a worker receives in one exchange, and sends as well; see :func:`predict`."""
     n, dense = workers, 4 * sum(sizes)
@@ -130,7 +138,7 @@ def received_bytes(
         return ring * dense / 2
     if compressor == "fec":
         payload = dense / ratio
-        if not two_shot_pays(n, dense):
+        if not _in_two_shots(compressor, sizes, workers, exchange):
             return (n - 1) * payload
         # Tensors that are cut up between ranks have a header for each piece.
         return ring * payload + 2 * (n - 1) * wire.HEADER.size
@@ -139,19 +147,26 @@ def received_bytes(
     return (n - 1 if gathered else ring) * 8 * words
 
 
-def _pieces(compressor: str, sizes: Sequence[int], workers: int) -> float:
+def _in_two_shots(compressor: str, sizes: Sequence[int], workers: int, exchange: str) -> bool:
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
+    pays = exchange == "auto" and two_shot_pays(workers, 4 * sum(sizes))
+    return compressor == "fec" and (pays or exchange == "twoshot")
+
+
+def _pieces(compressor: str, sizes: Sequence[int], workers: int, two_shots: bool) -> float:
     """Tensors or, with FEC, payloads that a worker writes and reads."""
     tensors = len(sizes)
     if compressor != "fec":
         return tensors
-    if not two_shot_pays(workers, 4 * sum(sizes)):
+    if not two_shots:
         return tensors * (1 + workers)
     # Written, read and averaged, averages written, averages read.
     cut = tensors + workers - 1
     return 3 * cut + cut / workers
 
 
-def _rounds(compressor: str, sizes: Sequence[int], workers: int) -> int:
+def _rounds(compressor: str, workers: int, two_shots: bool) -> int:
     """Messages of an exchange that wait for one another, in Gloo's rings.
 
     Before each collective the ranks agree on it by two allreduces of a few bytes. The agreement on
@@ -162,7 +177,7 @@ def _rounds(compressor: str, sizes: Sequence[int], workers: int) -> int:
     if compressor in ("none", "fp16"):
         return agree + allreduce
     if compressor == "fec":
-        if two_shot_pays(workers, 4 * sum(sizes)):
+        if two_shots:
             return 2 * agree + alltoall + allgather
         return agree + allgather
     return 2 * agree + allreduce + (allgather if gathers(workers) else allreduce)

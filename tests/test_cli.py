@@ -1,17 +1,22 @@
 """The command line, as its users call it."""
 
+import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import hvd_fec
+from hvd_fec.cost import COMPRESSORS
 
 pytest.importorskip("click")
 INSTALLED = Path(hvd_fec.__file__).parents[1]
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def call(*arguments, path=(), code=0, **env):
@@ -148,3 +153,150 @@ def test_doctor_with_wrong_settings(tmp_path):
 def test_missing_click_is_named(tmp_path):
     output = call("doctor", path=[without(tmp_path, "click")], code=1)
     assert output.splitlines()[-1].endswith("pip install 'hvd_fec[cli]'")
+
+
+# ---- advise -------------------------------------------------------------------------------------
+
+SETS = {"a": "20x1m", "b": "20x100k", "c": "resnet50", "d": "vgg16", "e": "mlp"}
+
+
+def measured():
+    """Milliseconds by compressor, from docs/benchmarks.md: (network, set) to a dict."""
+    text = (DOCS / "benchmarks.md").read_text().split("## Cost model against measurements")[1]
+    rows = re.findall(r"^\| 2 \| (.*?) \| ([a-e]) \| (.*) \|$", text, re.MULTILINE)
+    return {
+        (network.split(" (")[0], name): dict(
+            zip(COMPRESSORS, (float(cell.split(" / ")[0]) for cell in cells.split(" | ")))
+        )
+        for network, name, cells in rows
+    }
+
+
+def advised(output):
+    """Milliseconds by compressor, as advise prints them, in its order."""
+    rows = re.findall(r"^  (none|fp16|fec \w+|ternary|twobit) +([\d.]+) ", output, re.MULTILINE)
+    assert len(rows) == 6, output
+    return {name.split()[0] if name == "fec allgather" else name: float(ms) for name, ms in rows}
+
+
+def check_ranking(network, name, output):
+    ranked, steps = advised(output), measured()[network, name]
+    assert list(ranked.values()) == sorted(ranked.values())
+    compared = 0
+    for fast, slow in itertools.permutations(COMPRESSORS, 2):
+        if 1.1 * steps[fast] < steps[slow]:
+            assert ranked[fast] < ranked[slow], f"{fast} was measured to be faster than {slow}"
+            compared += 1
+    assert compared >= 7
+    # What is advised was measured to be the fastest, or next to it.
+    advice = {"hvd.Compression.none": "none", "hvd_fec.FEC(threshold=-9)": "fec"}
+    chosen = advice[output.split("Recommended: compression=")[1].strip()]
+    assert steps[chosen] < 1.1 * min(steps.values())
+
+
+def test_the_measured_table_is_found():
+    assert {network for network, _ in measured()} == {"unlimited", "1 Gbit/s", "100 Mbit/s"}
+    assert len(measured()) == 11
+
+
+@pytest.mark.parametrize(
+    "network, name", [case for case in sorted(measured()) if case[1] in "be"]
+)  # fmt: skip
+def test_advise_ranks_as_measured(network, name):
+    rate = network.replace(" ", "").lower()
+    check_ranking(network, name, call("advise", "--set", SETS[name], "--bandwidth", rate))
+
+
+@pytest.mark.parametrize("network, name", sorted(measured()))
+def test_ranking_of_all_measured_sets(network, name):
+    from hvd_fec.cli import advise, sets
+
+    rate = {"unlimited": float("inf"), "1 Gbit/s": 125e6, "100 Mbit/s": 12.5e6}[network]
+    sizes = [int(np.prod(shape)) for shape in sets.SETS[SETS[name]]()]
+    ranked = advise.rank(sizes, 2, advise.Network(rate), 400)
+    rows = [f"  {row.name}  {1e3 * row.step.seconds:.2f} " for row in ranked]
+    advice = f"Recommended: compression={advise.recommended(ranked).code}"
+    check_ranking(network, name, "\n".join([*rows, advice]))
+
+
+def gradients(density=0.004, size=400_000, seed=1):
+    sigma = np.float32(2.0**-9 * density**0.5)
+    return np.random.default_rng(seed).standard_normal(size, np.float32) * sigma
+
+
+def test_advise_from_a_file(tmp_path):
+    np.savez(tmp_path / "g.npz", **{"dense/kernel:0": gradients(), "dense/bias:0": gradients()[:9]})
+    output = call(
+        "advise", tmp_path / "g.npz", "--workers", "16", "--bandwidth", "2.5 Gbit/s",
+        "--threshold", "-9.5", "--plot", tmp_path / "plot.svg",
+    )  # fmt: skip
+    assert "g.npz: 2 tensors, 0.40 million values" in output
+    assert "16 workers, 2,500 Mbit/s" in output
+    assert advised(output)["fec twoshot"] < advised(output)["none"]
+    assert "FEC(threshold=-9.5" in output
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
+
+
+@pytest.mark.parametrize("density", [0.002, 0.02])
+def test_the_lasting_ratio_is_that_of_many_steps(density):
+    """Fresh gradients, from residuals of zero on: their density rises until the two agree."""
+    from hvd_fec.cli import advise
+    from hvd_fec.codecs import FecCodec
+
+    codec, residual = FecCodec(-9), np.zeros(30_000, np.float32)
+    sent = [
+        codec.encode(gradients(density, residual.size, seed), residual).size
+        for seed in range(round(5 / density))
+    ]
+    lasting = advise.lasting([gradients(density, residual.size, -1 % 2**32)], -9)
+    assert lasting.density == pytest.approx(density, rel=0.3)
+    late = sent[len(sent) // 2 :]
+    assert lasting.ratio == pytest.approx(4 * residual.size * len(late) / sum(late), rel=0.15)
+    assert sent[1] < 0.8 * sum(late) / len(late), "the first steps say something else"
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"PK\x03\x04 and no more", "torn, or not a .npz file"),
+        (b"", "torn, or not a .npz file"),
+        ({}, "there are no gradients in it"),
+        ({"step": np.arange(5)}, "step is of int64"),
+        ({"g": np.array([1, np.nan])}, "g has elements that are NaN"),
+        ({"g": np.array([{}])}, "Object arrays cannot be loaded"),
+        (np.ones(5), "it is a single array"),
+    ],
+)
+def test_advise_refuses(tmp_path, content, message):
+    path = tmp_path / "g.npz"
+    with open(path, "wb") as file:
+        if isinstance(content, bytes):
+            file.write(content)
+        elif isinstance(content, dict):
+            np.savez(file, **content)
+        else:
+            np.save(file, content)
+    output = call("advise", path, code=1)
+    assert message in output.replace("\n", " ") and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((), "give a FILE, or --set 20x1m"),
+        (("--set", "lenet"), "'lenet' is none of 20x1m"),
+        (("--set", "mlp", "--bandwidth", "fast"), "'fast' is none of 100mbit"),
+        (("--set", "mlp", "--bandwidth", "0"), "'0' is none of"),
+        (("--set", "mlp", "--workers", "1"), "x>=2"),
+    ],
+)
+def test_advise_of_wrong_options(arguments, message):
+    output = call("advise", *arguments, code=2)
+    assert message in output and "Traceback" not in output
+
+
+def test_a_missing_matplotlib_is_named(tmp_path):
+    np.savez(tmp_path / "g.npz", g=gradients())
+    hidden = without(tmp_path, "matplotlib")
+    output = call("advise", tmp_path / "g.npz", "--plot", tmp_path / "p.png", path=[hidden], code=1)
+    assert "pip install 'hvd_fec[plot]'" in output

@@ -44,6 +44,19 @@ def test_more_of_anything_takes_longer(compressor):
     assert predict(compressor, SIZES, 64, GIGABIT).seconds > base
 
 
+def test_exchanges_of_fec():
+    auto = {n: predict("fec", SIZES, n, GIGABIT).seconds for n in (2, 16)}
+    assert predict("fec", SIZES, 2, GIGABIT, exchange="allgather").seconds == auto[2]
+    assert predict("fec", SIZES, 16, GIGABIT, exchange="twoshot").seconds == auto[16]
+    # The rule takes this ratio: then what it takes is the faster one.
+    for n, other in ((2, "twoshot"), (16, "allgather")):
+        assert predict("fec", SIZES, n, GIGABIT, exchange=other).seconds > auto[n]
+    assert received_bytes("fec", SIZES, 16, 20, "allgather") == 15 * DENSE / 20
+    for compressor in cost.COMPRESSORS[:2] + cost.COMPRESSORS[3:]:
+        one, two = (predict(compressor, SIZES, 8, GIGABIT, exchange=e) for e in cost.EXCHANGES[1:])
+        assert one == two
+
+
 def test_a_slow_network_decides():
     slow = Network(1e6, latency=0)
     step = predict("none", SIZES, 2, slow)
@@ -66,6 +79,7 @@ def test_one_worker_moves_nothing():
         ({"workers": 0}, "workers \\(0\\)"),
         ({"ratio": 0.0}, "ratio \\(0.0\\)"),
         ({"network": Network(0.0)}, "bandwidth \\(0.0\\)"),
+        ({"exchange": "ring"}, "exchange must be one of auto"),
         ({"crowding": -1.0}, "crowding \\(-1.0\\)"),
     ],
 )

@@ -23,7 +23,8 @@ MAY_USE_TENSORFLOW = {
 HEAVY = {"tensorflow", "horovod", "keras", "ml_dtypes"}  # ml_dtypes comes with TensorFlow
 OPTIONAL = {
     "hvd_fec.sharding": {"matplotlib"},
-    "hvd_fec.cli.commands": {"click"},
+    "hvd_fec.cli.commands": {"click", "rich"},
+    "hvd_fec.cli.advise": {"matplotlib"},
 }
 
 # From the top down: a module imports from lower layers only. The package's own __init__ is the
@@ -33,7 +34,8 @@ LAYERS = [
     {"hvd_fec.cli.__main__"},
     {"hvd_fec.cli"},  # imports its commands when it is called
     {"hvd_fec.cli.commands"},
-    {"hvd_fec.cli.doctor"},
+    {"hvd_fec.cli.doctor", "hvd_fec.cli.advise"},
+    {"hvd_fec.cli.sets"},
     {"hvd_fec"},
     {"hvd_fec.callbacks"},
     {"hvd_fec.compression"},

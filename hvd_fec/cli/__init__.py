@@ -1,4 +1,4 @@
-"""The command line, ``hvd-fec``. It needs click: ``pip install hvd_fec[cli]``."""
+"""The command line, ``hvd-fec``. It needs click and rich: ``pip install hvd_fec[cli]``."""
 
 import sys
 
@@ -8,7 +8,7 @@ def main():
     try:
         from hvd_fec.cli.commands import hvd_fec
     except ModuleNotFoundError as error:
-        if error.name != "click":
+        if error.name not in ("click", "rich"):
             raise
-        sys.exit("hvd-fec needs click, which is not installed: pip install 'hvd_fec[cli]'")
+        sys.exit(f"hvd-fec needs {error.name}, which is not installed: pip install 'hvd_fec[cli]'")
     hvd_fec(prog_name="hvd-fec")

@@ -1,8 +1,14 @@
 """The commands of ``hvd-fec`` and their options; the work is done by the other modules here."""
 
+import math
+import re
 import sys
+from pathlib import Path
 
 import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from hvd_fec._version import __version__
 from hvd_fec.cli import doctor as _doctor
@@ -35,3 +41,86 @@ def doctor():
     click.echo(
         "Nothing is wrong. Launch with horovodrun -np 2 or more: one process has no exchange."
     )
+
+
+class Bandwidth(click.ParamType):
+    """Bytes per second, from a text such as ``1gbit``."""
+
+    name = "rate"
+    _UNITS = {"": 1e6, "mbit": 1e6, "gbit": 1e9}
+
+    def convert(self, value, param, ctx):
+        if isinstance(value, float):
+            return value
+        if value == "unlimited":
+            return math.inf
+        match = re.fullmatch(r"(\d+\.?\d*) ?([mg]bit|)(?:/s)?", value.lower())
+        if not match or not float(match[1]):
+            self.fail(f"{value!r} is none of 100mbit, 2.5gbit, 100 (Mbit/s) or unlimited")
+        return float(match[1]) * self._UNITS[match[2]] / 8
+
+
+@hvd_fec.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False), required=False)
+@click.option("--set", "name", help="gradients of this shape instead of a FILE")
+@click.option(
+    "--bandwidth", type=Bandwidth(), default="1gbit", show_default=True,
+    help="of each worker's link: 100mbit, 2.5gbit, a number of Mbit/s, or unlimited",
+)  # fmt: skip
+@click.option("--workers", type=click.IntRange(2), default=2, show_default=True, help="how many")
+@click.option(
+    "--threshold", type=click.FloatRange(-126, 113), default=-9, show_default=True,
+    help="of FEC, as its argument",
+)  # fmt: skip
+@click.option("--plot", type=click.Path(dir_okay=False), help="draw step time over bandwidth there")
+def advise(file, name, bandwidth, workers, threshold, plot):
+    """Predict the exchange of every compressor for your gradients and network.
+
+    FILE is an .npz of one step's gradients, one array per tensor, as the recipes save them with
+    --save-gradients. Without one, a standard set of Gaussian gradients is taken.
+    """
+    from hvd_fec.cli import advise as _advise
+    from hvd_fec.cli import sets
+
+    if (file is None) == (name is None):
+        raise click.UsageError(f"give a FILE, or --set {', '.join(sets.SETS)}")
+    if name is not None and name not in sets.SETS:
+        raise click.BadParameter(f"{name!r} is none of {', '.join(sets.SETS)}", param_hint="--set")
+    try:
+        gradients = _advise.standard(name) if name else _advise.read(file)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    threshold = int(threshold) if threshold == int(threshold) else threshold
+    sizes = [gradient.size for gradient in gradients.values()]
+    fec = _advise.lasting(list(gradients.values()), threshold)
+    network = _advise.Network(bandwidth)
+    ranked = _advise.rank(sizes, workers, network, fec.ratio, threshold)
+
+    source = name or Path(file).name
+    click.echo(f"{source}: {len(sizes)} tensors, {sum(sizes) / 1e6:.2f} million values")
+    click.echo(
+        f"FEC(threshold={threshold}) sends {fec.density:.2%} of them in the long run, "
+        f"{fec.ratio:.1f} times fewer bytes"
+    )
+    rate = "no limit" if bandwidth == math.inf else f"{bandwidth / 125e3:,.6g} Mbit/s"
+    table = Table(box=box.SIMPLE, title=f"{workers} workers, {rate}: one exchange, predicted")
+    table.add_column("compression", no_wrap=True)
+    for column in ("ms", "host", "waits", "transfer", "MB received", "none / this"):
+        table.add_column(column, justify="right")
+    [none] = [step.seconds for name, _, step in ranked if name == "none"]
+    for name, _, step in ranked:
+        times = (step.seconds, step.host, step.latency, step.transfer)
+        cells = [*(f"{1e3 * t:.1f}" for t in times), f"{step.bytes / 1e6:.3f}"]
+        table.add_row(name, *cells, f"{none / step.seconds:.2f}")
+    Console().print(table)
+    click.echo(f"Recommended: compression={_advise.recommended(ranked).code}")
+    if plot:
+        try:
+            title = f"{source}, {workers} workers"
+            _advise.plot(plot, sizes, workers, bandwidth, fec.ratio, threshold, title)
+        except ModuleNotFoundError as error:
+            raise click.ClickException(
+                f"--plot needs {error.name}, which is not installed: pip install 'hvd_fec[plot]'"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise click.ClickException(f"cannot draw into {plot}: {error}") from error
