@@ -48,8 +48,10 @@ test: $(HOROVOD) $(EXTENSION) $(TOOLS) ## Run the tests; PYTEST_ARGS=... goes to
 soak: $(HOROVOD) $(EXTENSION) $(TOOLS) ## Run the tests that take hours; PYTEST_ARGS=... goes to pytest
 	$(strip $(BIN)/python -m pytest -v -s tests/soak $(PYTEST_ARGS))
 
-lint: $(TOOLS) ## Check the Python code's style
+lint: $(TOOLS) ## Check style and types
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 clean: ## Remove what was built from this tree, but keep .venv
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(EXTENSION)

@@ -7,23 +7,37 @@ The codecs, the cost model and the sharding need NumPy only. TensorFlow and Horo
 when a compressor is first asked for, and the kernels when a codec is.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from hvd_fec._version import __version__
 from hvd_fec.wire import PayloadError
 
-_NEED_NUMPY = ("codecs", "cost", "sharding")
-_NEED_TENSORFLOW = ("FEC", "Ternary", "TwoBit", "Compression", "callbacks")
+__all__ = [
+    "FEC",
+    "Compression",
+    "PayloadError",
+    "Ternary",
+    "TwoBit",
+    "__version__",
+    "callbacks",
+    "codecs",
+    "cost",
+    "sharding",
+]
 
-__all__ = ["PayloadError", "__version__", *_NEED_NUMPY, *_NEED_TENSORFLOW]
+if TYPE_CHECKING:  # what __getattr__ below does, for those who only read
+    from hvd_fec import callbacks, codecs, cost, sharding
+    from hvd_fec.compression import FEC, Compression, Ternary, TwoBit
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import hvd_fec.codecs
     import hvd_fec.cost
     import hvd_fec.sharding
 
-    if name in _NEED_NUMPY:
+    if name in ("codecs", "cost", "sharding"):
         return globals()[name]
     try:
         import hvd_fec.callbacks

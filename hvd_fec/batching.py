@@ -11,8 +11,7 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from numbers import Integral
-from typing import List, Mapping, NamedTuple, Optional, Union
+from typing import Any, List, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -29,8 +28,12 @@ class BatchCompressor(Compressor, ABC):
     """What all compressors share: which tensors are compressed, which of them share an exchange,
     and where their state is. A subclass says what the bytes are and how they travel."""
 
-    def __init__(self, error_feedback: bool, min_size: int, process_set):
-        if not isinstance(min_size, Integral) or isinstance(min_size, bool) or min_size < 0:
+    def __init__(self, error_feedback: bool, min_size: int, process_set: Any) -> None:
+        if (
+            not isinstance(min_size, (int, np.integer))
+            or isinstance(min_size, bool)
+            or min_size < 0
+        ):
             raise ValueError(f"min_size must be a non-negative integer, not {min_size!r}")
         self.error_feedback = bool(error_feedback)
         self.min_size = int(min_size)
@@ -97,7 +100,7 @@ class BatchCompressor(Compressor, ABC):
     # ---- Horovod's side: called while a graph is built, or eagerly ------------------------------
 
     @tf.autograph.experimental.do_not_convert
-    def compress(self, tensor=None):
+    def compress(self, tensor: Any = None) -> Tuple[tf.Tensor, Any]:
         """Take ``tensor`` into the open batch and hand Horovod a token in its place."""
         if not isinstance(self, BatchCompressor):  # Horovod's own compressors are classes
             raise TypeError(
@@ -120,7 +123,7 @@ class BatchCompressor(Compressor, ABC):
         return batch.token, entry
 
     @tf.autograph.experimental.do_not_convert
-    def decompress(self, tensor, ctx):
+    def decompress(self, tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
         """The reduced gradient. Horovod first compresses all tensors of a group, so the first
         call here knows that the batch is complete."""
         if ctx is None:
@@ -209,7 +212,7 @@ class _Batch:
         # Weak: Horovod holds the entries for as long as it means to decompress them. A call that
         # failed in between leaves none behind for the next batch.
         self.entries: List[weakref.ref] = []
-        self.token: Optional[tf.Tensor] = None
+        self.token: Any = None  # a tf.Tensor, once there is an entry
         self.closed = False
 
 
@@ -285,7 +288,7 @@ class _Key(NamedTuple):
     None) not at all."""
 
     handle: Optional[tf.Tensor]
-    static: Union[int, str, None]
+    static: Any  # int, str or None
 
 
 def _resolve(keys: List[_Key], handle_names, names: Names) -> List[Optional[str]]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from typing import Dict, List
+from typing import Dict, List, Optional
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -10,6 +10,7 @@ import tensorflow as tf
 from horovod.tensorflow.functions import allgather_object
 from tensorflow import keras
 
+from hvd_fec.batching import BatchCompressor
 from hvd_fec.stats import Totals
 
 _DIGEST_BYTES = 16
@@ -47,7 +48,9 @@ class ReplicaCheck(keras.callbacks.Callback):
         ReplicaError: from training, on all ranks: which variables differ, and on which ranks.
     """
 
-    def __init__(self, every: int = 100, process_set=hvd.global_process_set):
+    def __init__(
+        self, every: int = 100, process_set: hvd.ProcessSet = hvd.global_process_set
+    ) -> None:
         super().__init__()
         if int(every) != every or every < 1:
             raise ValueError(f"every must be a positive integer, not {every!r}")
@@ -55,17 +58,17 @@ class ReplicaCheck(keras.callbacks.Callback):
         self.process_set = process_set
         self._steps = self._checked = 0
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Optional[dict] = None) -> None:
         self._batch = -1
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Optional[dict] = None) -> None:
         # With steps_per_execution Keras calls only after several batches.
         self._steps += batch - self._batch
         self._batch = batch
         if self._steps - self._checked >= self.every:
             self.check()
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: Optional[dict] = None) -> None:
         if self._steps > self._checked:
             self.check()
 
@@ -127,7 +130,7 @@ class CompressionMetrics(keras.callbacks.Callback):
         ValueError: ``sample_every`` is not a positive integer.
     """
 
-    def __init__(self, compressor, sample_every: int = 10):
+    def __init__(self, compressor: BatchCompressor, sample_every: int = 10) -> None:
         super().__init__()
         if not hasattr(compressor, "stats"):
             raise TypeError(
@@ -140,16 +143,16 @@ class CompressionMetrics(keras.callbacks.Callback):
         self.sample_every = int(sample_every)
         self._supports_tf_logs = True  # it only adds to them
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Optional[dict] = None) -> None:
         self._sampled_at = None
         self._epoch = self._batch = self.compressor.stats.totals()
         self._sample(self._batch.steps)
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Optional[dict] = None) -> None:
         self._epoch = self._batch = self.compressor.stats.totals()
         self._shown = self._values(Totals())
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Optional[dict] = None) -> None:
         now = self.compressor.stats.totals()
         window = now.since(self._batch)
         if window.steps:  # with backward_passes_per_step not every batch has an exchange
@@ -158,7 +161,7 @@ class CompressionMetrics(keras.callbacks.Callback):
         if logs is not None:
             logs.update(self._shown)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Optional[dict] = None) -> None:
         if logs is not None:
             logs.update(self._values(self.compressor.stats.totals().since(self._epoch)))
 
@@ -185,12 +188,12 @@ class CompressionMetrics(keras.callbacks.Callback):
         ``residual`` is the norm of its residual over that of its gradient, when last sampled.
         """
         tensors = self.compressor.stats.tensors()
-        rows = [("tensor", "values", "density", "ratio", "kB per step", "residual")]
+        rows = [["tensor", "values", "density", "ratio", "kB per step", "residual"]]
         for key, t in sorted(tensors.items(), key=lambda item: -item[1].bytes_sent):
             residual = t.residual_norm / t.gradient_norm if t.gradient_norm else float("nan")
             kilobytes = t.bytes_sent / 1e3 / max(1, t.calls)
             numbers = f"{t.size:,} {t.density:.3%} {t.ratio:.1f} {kilobytes:.2f} {residual:.2f}"
-            rows.append((str(key), *numbers.split()))
+            rows.append([str(key), *numbers.split()])
         widths = [max(map(len, column)) for column in zip(*rows)]
         return "\n".join(
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
@@ -224,7 +227,7 @@ def _variables(model) -> Dict[str, tf.Variable]:
 def _digest(variable: tf.Variable) -> bytes:
     value = np.ascontiguousarray(variable.numpy())
     # As bytes: bfloat16 offers no buffer. Shape and type belong to what must agree.
-    digest = hashlib.blake2b(value.reshape(-1).view(np.uint8), digest_size=_DIGEST_BYTES)
+    digest = hashlib.blake2b(value.reshape(-1).view(np.uint8).data, digest_size=_DIGEST_BYTES)
     digest.update(f"{value.dtype} {value.shape}".encode())
     return digest.digest()
 

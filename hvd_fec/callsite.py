@@ -7,6 +7,7 @@ caller has to do without it.
 """
 
 import sys
+from types import FrameType
 from typing import Any, NamedTuple, Optional
 
 _DEPTH = 64
@@ -20,15 +21,16 @@ class CallSite(NamedTuple):
     op: Any = None
     process_set: Any = None
     variable: Any = None
-    index: Optional[int] = None  # of the variable among those reduced together
+    index: Optional[int] = None  # type: ignore[assignment]  # tuples have a method of that name
+    """Of the variable among those reduced together."""
 
 
 def find(compressor, tensor) -> CallSite:
     """The facts about ``tensor``, which a Horovod function up the stack gave to ``compressor``."""
     site = CallSite()
-    frame = sys._getframe(1)
+    frame: Optional[FrameType] = sys._getframe(1)
     for _ in range(_DEPTH):
-        frame = frame.f_back
+        frame = frame and frame.f_back
         if frame is None:
             break
         seen = frame.f_locals

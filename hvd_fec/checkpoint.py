@@ -10,7 +10,7 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class CheckpointError(ValueError):
     """A file that cannot be used; the text says why and what to do."""
 
 
-def save(path: Union[str, Path], compressor, rank: int, ranks: int) -> None:
+def save(path: Union[str, Path], compressor: Any, rank: int, ranks: int) -> None:
     """Write the state of ``compressor`` on this rank; the folder must exist.
 
     A kill at any moment leaves the old file or the new one.
@@ -57,7 +57,7 @@ def save(path: Union[str, Path], compressor, rank: int, ranks: int) -> None:
     os.replace(fresh, path)
 
 
-def restore(path: Union[str, Path], compressor, rank: int, ranks: int) -> None:
+def restore(path: Union[str, Path], compressor: Any, rank: int, ranks: int) -> None:
     """Load what :func:`save` wrote; ``compressor`` changes only if all of it is good.
 
     Raises:

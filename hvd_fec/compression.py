@@ -7,7 +7,7 @@ import threading
 from abc import abstractmethod
 from functools import partial
 from numbers import Real
-from typing import Dict, List, Mapping, NamedTuple, Optional
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -56,10 +56,10 @@ class FEC(BatchCompressor):
         threshold: float = -9,
         error_feedback: bool = True,
         min_size: int = 1024,
-        process_set=None,
+        process_set: Optional[hvd.ProcessSet] = None,
         exchange: str = "auto",
         form: str = "planes",
-    ):
+    ) -> None:
         if exchange not in ("auto", "allgather", "twoshot"):
             raise ValueError(f"exchange must be 'auto', 'allgather' or 'twoshot', not {exchange!r}")
         super().__init__(error_feedback, min_size, process_set)
@@ -196,7 +196,7 @@ class _SumCompressor(BatchCompressor):
     words, in a ring or, for few ranks, gathered.
     """
 
-    def __init__(self, error_feedback: bool, min_size: int, process_set):
+    def __init__(self, error_feedback: bool, min_size: int, process_set: Any) -> None:
         super().__init__(error_feedback, min_size, process_set)
         self._steps: Dict[str, int] = {}
         self._steps_lock = threading.Lock()
@@ -385,8 +385,8 @@ class Ternary(_SumCompressor):
         clip_sigma: Optional[float] = None,
         seed: int = 0,
         min_size: int = 1024,
-        process_set=None,
-    ):
+        process_set: Optional[hvd.ProcessSet] = None,
+    ) -> None:
         if rounding not in ("threshold", "stochastic"):
             raise ValueError(f"rounding must be 'threshold' or 'stochastic', not {rounding!r}")
         if not _is_number(sparsity) or not 0 < sparsity < 2:
@@ -448,7 +448,12 @@ class TwoBit(_SumCompressor):
         ValueError, RuntimeError: as for :class:`Ternary`.
     """
 
-    def __init__(self, threshold: float = 0.5, min_size: int = 1024, process_set=None):
+    def __init__(
+        self,
+        threshold: float = 0.5,
+        min_size: int = 1024,
+        process_set: Optional[hvd.ProcessSet] = None,
+    ) -> None:
         if not _is_number(threshold) or not _SMALLEST_STEP <= threshold <= _LARGEST_STEP:
             raise ValueError(f"threshold must be a positive float32, not {threshold!r}")
         super().__init__(True, min_size, process_set)

@@ -240,7 +240,7 @@ class Buffers:
                 start = -raw.ctypes.data % 64
                 # A view of an array refers to the array that owns the memory. With a memoryview
                 # as its owner the block is that array, and its references count its views.
-                block = np.frombuffer(memoryview(raw)[start : start + 4 * size], np.float32)
+                block = np.frombuffer(raw.data[start : start + 4 * size], np.float32)
                 self._blocks.append(block)
                 self._used.append(self._calls)
             recent = [used > self._calls - self._KEEP for used in self._used]

@@ -21,7 +21,7 @@ class ResidualStore:
     compressed.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._residuals: Dict[Hashable, Tuple[np.ndarray, threading.Lock]] = {}
         self._restored: Dict[Hashable, np.ndarray] = {}
         self._warns = False
@@ -33,10 +33,9 @@ class ResidualStore:
         or if the size changed. Nobody else gets it meanwhile: one step may reduce two gradients
         of the same variable at the same time."""
         with self._lock:
-            residual, lock = self._residuals.get(key, (None, None))
-            if residual is None or residual.size != size:
-                residual, lock = self._first(key, size), threading.Lock()
-                self._residuals[key] = residual, lock
+            if key not in self._residuals or self._residuals[key][0].size != size:
+                self._residuals[key] = self._first(key, size), threading.Lock()
+            residual, lock = self._residuals[key]
         with lock:
             yield residual
 
@@ -108,7 +107,7 @@ class Names:
     its place among the variables that are reduced together.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._names: Dict[str, str] = {}
         self._taken: Dict[str, int] = {}
         self._lock = threading.Lock()

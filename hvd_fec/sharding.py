@@ -32,9 +32,10 @@ import operator
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 __all__ = [
     "ShardReport",
@@ -54,11 +55,11 @@ _CHUNK_VALUES = 1 << 22  # pixels that image_features converts at a time
 
 
 def stratified_shard(
-    labels,
+    labels: ArrayLike,
     rank: int,
     size: int,
     *,
-    features=None,
+    features: Optional[ArrayLike] = None,
     seed: int = 0,
     epoch: int = 0,
     drop_last: bool = True,
@@ -248,7 +249,7 @@ class ShardReport:
             summary += f", classes: {len(self.classes)}"
         return "\n".join([summary] + text)
 
-    def plot(self, path_or_ax):
+    def plot(self, path_or_ax: Any) -> Any:
         """Draw each shard's distances to the whole; all are 0 for perfect shards.
 
         Args:
@@ -289,10 +290,10 @@ class ShardReport:
 
 
 def shard_report(
-    labels,
+    labels: ArrayLike,
     size: Optional[int] = None,
     *,
-    features=None,
+    features: Optional[ArrayLike] = None,
     shards: Optional[Sequence] = None,
     sharder: str = "stratified",
     seed: int = 0,
@@ -370,7 +371,7 @@ def shard_report(
     )
 
 
-def image_features(images) -> np.ndarray:
+def image_features(images: Any) -> np.ndarray:
     """Mean and standard deviation of each image's values, for ``features=``.
 
     Args:
@@ -401,7 +402,7 @@ def image_features(images) -> np.ndarray:
     return result
 
 
-def directory_labels(root) -> Tuple[List[str], np.ndarray, List[str]]:
+def directory_labels(root: Union[str, Path]) -> Tuple[List[str], np.ndarray, List[str]]:
     """Files and labels of a tree with one directory per class, in the same order everywhere.
 
     Hidden files and directories are skipped, and so are files directly in ``root``.
@@ -433,7 +434,13 @@ def directory_labels(root) -> Tuple[List[str], np.ndarray, List[str]]:
 
 
 def file_shard(
-    paths: Sequence, rank: int, size: int, counts=None, *, seed: int = 0, epoch: int = 0
+    paths: Sequence,
+    rank: int,
+    size: int,
+    counts: Optional[Sequence[int]] = None,
+    *,
+    seed: int = 0,
+    epoch: int = 0,
 ) -> Tuple[list, int]:
     """Deal files (TFRecord files, say) when the samples cannot be dealt one by one.
 
@@ -521,7 +528,8 @@ def _deal(codes, key, parts, rng, wrap=False) -> Tuple[np.ndarray, np.ndarray]:
     """
     order, counts = _by_class(codes, rng)
     start = np.cumsum(counts) - counts
-    loose, cut, add = counts % parts, 0, 0
+    loose = counts % parts
+    cut = add = np.zeros_like(counts)
     if wrap:
         missing = -len(codes) % parts
         room = parts - loose

@@ -48,7 +48,7 @@ class Totals(NamedTuple):
         """What was counted after ``earlier``; all of it if the counters were reset meanwhile."""
         if self.steps < earlier.steps:
             return self
-        return Totals(*(now - then for now, then in zip(self, earlier)))
+        return Totals._make(now - then for now, then in zip(self, earlier))
 
 
 class TensorTotals(NamedTuple):
@@ -88,7 +88,7 @@ class Stats:
     and padding, the tokens, and the tensors that go through uncompressed.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bypassed: Dict[Hashable, int] = {}
         self._samples = 0

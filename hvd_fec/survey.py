@@ -60,7 +60,7 @@ def failed_row(rank: int, ranks: int, tensors: int) -> np.ndarray:
     return table.reshape(-1)
 
 
-def read(table, ranks: int, tensors: int) -> Table:
+def read(table: np.ndarray, ranks: int, tensors: int) -> Table:
     """The sum of all rows.
 
     Raises:

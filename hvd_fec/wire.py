@@ -4,7 +4,7 @@
 """
 
 import struct
-from typing import Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Iterator, List, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -17,6 +17,9 @@ NONFINITE = 1
 DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 """Gradient dtypes and their codes."""
 DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
+
+BytesLike = Union[bytes, bytearray, memoryview, np.ndarray]
+"""What bytes are read from; an array must be of uint8."""
 
 
 class PayloadError(ValueError):
@@ -32,7 +35,7 @@ class Header(NamedTuple):
     dtype: int
     flags: int
     parameter: int
-    count: int
+    count: int  # type: ignore[assignment]  # tuples have a method of that name
     kept: int
     sections: Tuple[int, int, int]
     mantissa: int = 0
@@ -46,12 +49,12 @@ class Header(NamedTuple):
     def write(self, payload: np.ndarray) -> None:
         """Put the header into the first bytes of ``payload`` (uint8)."""
         HEADER.pack_into(
-            payload, 0, MAGIC, VERSION, self.codec, self.dtype, self.flags, self.parameter,
+            payload.data, 0, MAGIC, VERSION, self.codec, self.dtype, self.flags, self.parameter,
             self.form, self.mantissa, self.count, self.kept, *self.sections,
         )  # fmt: skip
 
 
-def as_bytes(payload) -> np.ndarray:
+def as_bytes(payload: BytesLike) -> np.ndarray:
     """``payload`` (bytes-like or uint8 array) as a flat uint8 array, without a copy if possible.
 
     Raises:
@@ -74,7 +77,7 @@ def read_header(data: np.ndarray) -> Header:
         raise PayloadError(
             f"payload of {data.size} bytes is shorter than its {HEADER.size} byte header"
         )
-    fields = HEADER.unpack_from(data)
+    fields = HEADER.unpack_from(data.data)
     magic, version, codec, dtype, flags, parameter, form, mantissa, count, kept, *sections = fields
     if magic != MAGIC:
         raise PayloadError(f"payload of {data.size} bytes starts with {magic!r}, not {MAGIC!r}")
@@ -97,7 +100,7 @@ def read_header(data: np.ndarray) -> Header:
     return header
 
 
-def split(data) -> Iterator[np.ndarray]:
+def split(data: BytesLike) -> Iterator[np.ndarray]:
     """Yield the payloads of a concatenation, as uint8 views of ``data``.
 
     Raises:
@@ -149,12 +152,12 @@ def _frame(kind, probe, count, parts) -> np.ndarray:
     used = FRAME_HEADER.size + sum(part.size for part in parts)
     total = frame_size(used)
     frame = np.empty(total, np.uint8)
-    FRAME_HEADER.pack_into(frame, 0, FRAME_MAGIC, VERSION, kind, probe, count, used, total)
+    FRAME_HEADER.pack_into(frame.data, 0, FRAME_MAGIC, VERSION, kind, probe, count, used, total)
     np.concatenate([*parts, np.zeros(total - used, np.uint8)], out=frame[FRAME_HEADER.size :])
     return frame
 
 
-def split_frames(data) -> List[Frame]:
+def split_frames(data: BytesLike) -> List[Frame]:
     """The frames of a concatenation, in order.
 
     Raises:
@@ -166,7 +169,7 @@ def split_frames(data) -> List[Frame]:
     while data.size:
         if data.size < FRAME_HEADER.size:
             raise PayloadError(f"{data.size} bytes left after frame {len(frames)}, too few for one")
-        magic, version, kind, probe, count, used, total = FRAME_HEADER.unpack_from(data)
+        magic, version, kind, probe, count, used, total = FRAME_HEADER.unpack_from(data.data)
         if magic != FRAME_MAGIC or version != VERSION or kind not in (_PAYLOADS, _ERROR):
             raise PayloadError(
                 f"rank {len(frames)} sent a frame {magic!r} of version {version} and kind {kind}, "

@@ -1,6 +1,6 @@
 """The source distribution and the wheel, as those get them who install them elsewhere.
 
-``tests/soak/test_packaging.py`` runs the whole suite there.
+``tests/soak/test_installed.py`` runs the whole suite there.
 """
 
 import os

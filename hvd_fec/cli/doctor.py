@@ -11,7 +11,7 @@ import platform
 import signal
 import subprocess
 import sys
-from typing import Dict, Iterator, NamedTuple
+from typing import Any, Dict, Iterator, NamedTuple
 
 from hvd_fec import threads
 from hvd_fec._version import __version__
@@ -60,7 +60,7 @@ def _extension() -> Finding:
     if wanted == "numpy":
         return Finding(subject, "NumPy", "HVD_FEC_ISA=numpy asks for them, unset it: they are slow")
     try:
-        from hvd_fec._ext import _kernels
+        from hvd_fec._ext import _kernels  # type: ignore[attr-defined]
     except ImportError as error:
         return Finding(
             subject,
@@ -89,7 +89,7 @@ def _threads() -> Finding:
 
 
 class _Said(NamedTuple):
-    value: object
+    value: Any
     error: str
 
 

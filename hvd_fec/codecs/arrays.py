@@ -1,7 +1,7 @@
 """What the codecs ask of arrays, and how they share them out to threads."""
 
 from functools import lru_cache
-from typing import Callable, List, Sequence, Tuple
+from typing import Any, Callable, List, Sequence, Tuple
 
 import numpy as np
 
@@ -59,7 +59,7 @@ def each(calls: Sequence[Callable[[], object]], sizes: Sequence[int]) -> list:
     if count < 2 or len(dealt) < 2:
         return [call() for call in calls]
     dealt.sort(key=lambda i: -sizes[i])
-    results = [None] * len(calls)
+    results: List[Any] = [None] * len(calls)
     for i in set(range(len(calls))).difference(dealt):
         results[i] = calls[i]()
     queue = iter(dealt)  # next() on it is one step under the GIL

@@ -11,12 +11,13 @@ from numbers import Real
 from typing import List, Optional, Tuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from hvd_fec import threads, wire
 from hvd_fec.codecs import coded
 from hvd_fec.codecs.arrays import checked, gradient, ranges
 from hvd_fec.codecs.kernels import active as kernels
-from hvd_fec.wire import PayloadError
+from hvd_fec.wire import BytesLike, PayloadError
 
 CODEC = 1
 """This format's number in the header."""
@@ -56,7 +57,7 @@ class FecCodec:
         ValueError: the threshold is not such a number, or the form has another name.
     """
 
-    def __init__(self, threshold: float = -9, form: str = "planes"):
+    def __init__(self, threshold: float = -9, form: str = "planes") -> None:
         number = isinstance(threshold, Real) and not isinstance(threshold, bool)
         if not number or not math.isfinite(threshold):
             raise ValueError(f"threshold must be a number, not {threshold!r}")
@@ -77,7 +78,7 @@ class FecCodec:
     def __repr__(self) -> str:
         return f"FecCodec(threshold={self.threshold}, form={self.form!r})"
 
-    def encode(self, x, residual: Optional[np.ndarray] = None) -> np.ndarray:
+    def encode(self, x: ArrayLike, residual: Optional[np.ndarray] = None) -> np.ndarray:
         """Encode ``x`` (plus ``residual``) and leave in ``residual`` what the payload lacks.
 
         Args:
@@ -109,7 +110,7 @@ class FecCodec:
         values[bad] = 0
         return self._encode(values.view(np.uint8), dtype, n, None, bad)
 
-    def is_finite(self, x) -> bool:
+    def is_finite(self, x: ArrayLike) -> bool:
         """Whether all elements of ``x``, as for :meth:`encode`, are finite and fit float32."""
         return _finite(*gradient(x))
 
@@ -181,7 +182,7 @@ class FecCodec:
         np.concatenate([*parts, nonfinite], out=payload[wire.HEADER.size :])
         return payload
 
-    def decode(self, payload) -> np.ndarray:
+    def decode(self, payload: BytesLike) -> np.ndarray:
         """The payload's values, float32 of shape (count,), whatever threshold wrote it.
 
         Raises:
@@ -192,7 +193,7 @@ class FecCodec:
         sections.add_to(out, 1.0)
         return out
 
-    def decode_add(self, payload, out: np.ndarray, scale: float = 1.0) -> None:
+    def decode_add(self, payload: BytesLike, out: np.ndarray, scale: float = 1.0) -> None:
         """Add ``scale`` times the payload's values into ``out``, touching only kept elements.
 
         Args:

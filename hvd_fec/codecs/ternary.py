@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple, Optional
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from hvd_fec import threads
 from hvd_fec.codecs._numpy import digits_of
@@ -38,7 +39,7 @@ class Survey(NamedTuple):
     rms: float
 
 
-def survey(x, residual: Optional[np.ndarray] = None) -> Survey:
+def survey(x: ArrayLike, residual: Optional[np.ndarray] = None) -> Survey:
     """Look through ``x + residual``.
 
     Args:
@@ -81,7 +82,7 @@ class TernaryCodec:
         ValueError: ``ranks`` is out of range.
     """
 
-    def __init__(self, ranks: int):
+    def __init__(self, ranks: int) -> None:
         if not 1 <= ranks <= kernels.MAX_RANKS:
             raise ValueError(f"{ranks} ranks are outside 1..{kernels.MAX_RANKS}")
         self.ranks = int(ranks)
@@ -99,7 +100,12 @@ class TernaryCodec:
         return -(-count // self.digits)
 
     def encode(
-        self, x, step: float, level: float, words: np.ndarray, residual: Optional[np.ndarray] = None
+        self,
+        x: ArrayLike,
+        step: float,
+        level: float,
+        words: np.ndarray,
+        residual: Optional[np.ndarray] = None,
     ) -> int:
         """Pack t = sign(v) where ``|v| >= level``, v = x + residual, and keep v - t * step.
 
@@ -130,7 +136,7 @@ class TernaryCodec:
 
         return self._pack(encode, raw, n, words)
 
-    def draw(self, x, step: float, key: int, words: np.ndarray) -> int:
+    def draw(self, x: ArrayLike, step: float, key: int, words: np.ndarray) -> int:
         """Pack t = sign(x) with probability ``|x| / step``, at most 1: t * step has mean ``x``.
 
         ``key`` is a 64-bit number: the same draws for the same key, whatever the instruction set
