@@ -66,7 +66,8 @@ def restore(path: Union[str, Path], compressor: Any, rank: int, ranks: int) -> N
             of another rank, another number of ranks or another compressor.
     """
     try:
-        with np.load(path, allow_pickle=False) as saved:
+        # Opened here, as np.load leaves a torn file open.
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
             if not hasattr(saved, "files") or "meta" not in saved.files:
                 raise CheckpointError(f"{path}: not the state of a compressor")
             meta = json.loads(str(saved["meta"]))
