@@ -42,6 +42,7 @@ EVALUATION_BATCH = 500
 REPLICA_CHECK = 100  # steps between checks that all ranks have the same model
 LOSS_SCALE = 2**10  # Keras starts at 2**15, far above what the thresholds are meant for
 TERMINAL_SECONDS, LOG_SECONDS = 0.5, 10.0  # between signs of progress
+SAVED_STEPS = 16  # batches differ: by how much takes some to see
 MEGA = 1e6
 
 
@@ -111,6 +112,11 @@ def option_parser(description, *, epochs, batch_size, lr, warmup_epochs=0):
     add("--eval-steps", type=_positive, help="test so often; always after an epoch")
     add("--checkpoint", metavar="DIR", help="save the training there, and resume what is there")
     add("--checkpoint-steps", type=_positive, help="save so often; always after an epoch")
+    add(
+        "--save-gradients",
+        metavar="DIR",
+        help=f"at the end write rank 0's gradients of {SAVED_STEPS} steps here, for hvd-fec advise",
+    )
     add("--verbose", action="store_true", help="more about model and progress")
     return parser
 
@@ -388,7 +394,26 @@ def train(model, optimizer, source, args, *, recipe, settings=None, origin):
         "seed": args.seed,
     }
     say(json.dumps(result))
+    if args.save_gradients:
+        save_gradients(args.save_gradients, model, source.batches(args.epochs))
     return result
+
+
+def save_gradients(folder, model, batches):
+    """Write rank 0's gradients, as a compressor would get them: an .npz for each of some steps."""
+    if hvd.rank() == 0:
+        os.makedirs(folder, exist_ok=True)
+        variables = model.trainable_variables
+        for step, (images, labels) in enumerate(batches.take(SAVED_STEPS)):
+            with tf.GradientTape() as tape:
+                loss = model.compute_loss(images, labels, model(images, training=True))
+                if hasattr(model.optimizer, "get_scaled_loss"):
+                    loss = model.optimizer.get_scaled_loss(loss)
+            gradients = zip(variables, tape.gradient(loss, variables))
+            path = os.path.join(folder, f"step-{step:02}.npz")
+            np.savez(path, **{v.name: gradient.numpy() for v, gradient in gradients})
+        say(f"gradients are in {folder}")
+    broadcast_object(None, root_rank=0)  # a rank that leaves takes the others down
 
 
 def _resume(saver, model):

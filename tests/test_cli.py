@@ -225,12 +225,14 @@ def gradients(density=0.004, size=400_000, seed=1):
 
 
 def test_advise_from_a_file(tmp_path):
-    np.savez(tmp_path / "g.npz", **{"dense/kernel:0": gradients(), "dense/bias:0": gradients()[:9]})
+    files = [tmp_path / f"{i}.npz" for i in range(3)]
+    for file in files:
+        np.savez(file, **{"dense/kernel:0": gradients(), "dense/bias:0": gradients()[:9]})
     output = call(
-        "advise", tmp_path / "g.npz", "--workers", "16", "--bandwidth", "2.5 Gbit/s",
+        "advise", *files, "--workers", "16", "--bandwidth", "2.5 Gbit/s",
         "--threshold", "-9.5", "--plot", tmp_path / "plot.svg",
     )  # fmt: skip
-    assert "g.npz: 2 tensors, 0.40 million values" in output
+    assert "0.npz and 2 more: 2 tensors, 0.40 million values" in output
     assert "16 workers, 2,500 Mbit/s" in output
     assert advised(output)["fec twoshot"] < advised(output)["none"]
     assert "FEC(threshold=-9.5" in output
@@ -248,11 +250,22 @@ def test_the_lasting_ratio_is_that_of_many_steps(density):
         codec.encode(gradients(density, residual.size, seed), residual).size
         for seed in range(round(5 / density))
     ]
-    lasting = advise.lasting([gradients(density, residual.size, -1 % 2**32)], -9)
+    lasting = advise.lasting([{"g": gradients(density, residual.size, 2**32)}], -9)
     assert lasting.density == pytest.approx(density, rel=0.3)
     late = sent[len(sent) // 2 :]
     assert lasting.ratio == pytest.approx(4 * residual.size * len(late) / sum(late), rel=0.15)
     assert sent[1] < 0.8 * sum(late) / len(late), "the first steps say something else"
+
+
+def test_the_lasting_ratio_of_steps_that_differ():
+    """A batch with small gradients says little about those with large ones."""
+    from hvd_fec.cli import advise
+
+    steps = [{"g": gradients(density, 30_000)} for density in (0.0001, 0.01)]
+    assert advise.lasting(steps, -9).density == pytest.approx(0.005, rel=0.3)
+    other = {"g": gradients(size=30_000), "h": gradients(size=9)}
+    with pytest.raises(ValueError, match="steps 1 and 3 differ in h: are they of one model"):
+        advise.lasting([*steps, other], -9)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +296,7 @@ def test_advise_refuses(tmp_path, content, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((), "give a FILE, or --set 20x1m"),
+        ((), "give FILEs, or --set 20x1m"),
         (("--set", "lenet"), "'lenet' is none of 20x1m"),
         (("--set", "mlp", "--bandwidth", "fast"), "'fast' is none of 100mbit"),
         (("--set", "mlp", "--bandwidth", "0"), "'0' is none of"),

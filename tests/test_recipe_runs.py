@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from test_parallel import HERE, QUIET, RUN, horovodrun
 
+from hvd_fec.cli import advise
+
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow")
 psutil = pytest.importorskip("psutil")
@@ -30,17 +32,32 @@ def summary(output):
     [(["fec", "--threshold", -7], 16.3), (["ternary"], 15)],
     ids=["fec", "ternary"],
 )
-def test_mnist_learns(options, ratio):
+def test_mnist_learns(options, ratio, tmp_path):
     """On scikit-learn's digits, where uncompressed training reaches 0.90 to 0.93."""
     output = horovodrun(
         2,
         *("recipes/mnist.py", "--epochs", 10, "--compression", *options),
+        *("--save-gradients", tmp_path / "gradients"),
         HVD_FEC_DATA_DIR="",
     )
     result = summary(output)
     assert result["data"] == "digits" and result["steps"] == 110
     assert result["test_accuracy"] >= 0.87
     assert result["ratio"] >= ratio
+    check_gradients(tmp_path / "gradients", result)
+
+
+def check_gradients(folder, result):
+    """What ``hvd-fec advise`` makes of saved gradients is near what the last epochs have sent."""
+    files = sorted(folder.iterdir())
+    assert len(files) == 11, "16 or an epoch"
+    steps = [advise.read(file) for file in files]
+    assert steps[0]["dense/kernel:0"].ndim == 2
+    if result["compression"] == "fec":
+        before, last = (result["history"][i] for i in (-4, -1))
+        dense, sent = (last[key] - before[key] for key in ("mb_dense", "mb_sent"))
+        lasting = advise.lasting(steps, result["settings"]["threshold"])
+        assert dense / sent / 2 < lasting.ratio < 2 * dense / sent
 
 
 def test_cifar(tmp_path):

@@ -1,4 +1,4 @@
-"""Step times of every compressor, predicted from the gradients of one training step."""
+"""Step times of every compressor, predicted from the gradients of a few training steps."""
 
 import zipfile
 import zlib
@@ -17,11 +17,11 @@ MIN_SIZE = 1024
 WORTH = 1.1
 """How many times faster than ``none`` a compressor has to be to be recommended."""
 _DENSITY = 0.003  # of what is sent of a standard set, as in benchmarks/step.py
-_SETTLE, _STEPS = 4, 4
+_LEAST = 4  # steps that are counted, and as many before them
 
 
 def read(path: Union[str, Path]) -> Dict[str, np.ndarray]:
-    """Gradients by name, from an ``.npz`` with one array per tensor.
+    """One step's gradients by name, from an ``.npz`` with one array per tensor.
 
     Raises:
         ValueError: it is no such file; the text says why.
@@ -66,33 +66,42 @@ class Lasting(NamedTuple):
     density: float
 
 
-def lasting(gradients: Sequence[np.ndarray], threshold: float) -> Lasting:
-    """FEC's ratio and density after many steps, from the gradients of one.
+def lasting(steps: Sequence[Dict[str, np.ndarray]], threshold: float) -> Lasting:
+    """FEC's ratio and density after many steps, from the gradients of a few, or of one.
 
     From step to step most of a gradient is noise of the batch. So each element is taken to keep its
-    magnitude and draw its sign anew, and its residual to be a random walk: the encoder runs on some
-    such steps, from residuals that are spread as walks are that begin again near zero whenever
-    they leave (-T, T), falling linearly from 0 to T.
+    magnitudes and draw its signs anew, and its residual to be a random walk: the encoder runs
+    through the steps in turn, from residuals that are spread as walks are that begin again near
+    zero whenever they leave (-T, T), falling linearly from 0 to T.
+
+    Raises:
+        ValueError: the steps do not have the same tensors.
     """
+    shapes = [{name: gradient.shape for name, gradient in step.items()} for step in steps]
+    for i, other in enumerate(shapes):
+        differ = sorted(name for name, _ in other.items() ^ shapes[0].items())
+        if differ:
+            raise ValueError(f"steps 1 and {i + 1} differ in {differ[0]}: are they of one model?")
     rng = np.random.default_rng(0)
     codec = FecCodec(threshold)
     limit = np.float32(2.0**threshold)
+    half, counted = np.float32(0.5), max(_LEAST, len(steps))
     sent = kept = total = 0
-    for gradient in gradients:
-        x = gradient.reshape(-1).astype(np.float32)
-        total += x.size
-        if x.size < MIN_SIZE:
-            sent += 4 * x.size * _STEPS
-            kept += x.size * _STEPS
+    for name, gradient in steps[0].items():
+        size = gradient.size
+        total += size
+        if size < MIN_SIZE:
+            sent += 4 * size * counted
+            kept += size * counted
             continue
-        residual = (rng.random(x.size, np.float32) - rng.random(x.size, np.float32)) * limit
-        for step in range(-_SETTLE, _STEPS):
-            half = np.float32(0.5)
-            payload = codec.encode(np.copysign(x, rng.random(x.size, np.float32) - half), residual)
-            if step >= 0:
+        residual = (rng.random(size, np.float32) - rng.random(size, np.float32)) * limit
+        for i in range(-counted, counted):
+            x = steps[i % len(steps)][name].reshape(-1).astype(np.float32)
+            payload = codec.encode(np.copysign(x, rng.random(size, np.float32) - half), residual)
+            if i >= 0:
                 sent += payload.size
                 kept += wire.read_header(payload).kept
-    return Lasting(4 * total * _STEPS / sent, kept / total / _STEPS)
+    return Lasting(4 * total * counted / sent, kept / total / counted)
 
 
 class Prediction(NamedTuple):

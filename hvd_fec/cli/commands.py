@@ -61,8 +61,10 @@ class Bandwidth(click.ParamType):
 
 
 @hvd_fec.command()
-@click.argument("file", type=click.Path(exists=True, dir_okay=False), required=False)
-@click.option("--set", "name", help="gradients of this shape instead of a FILE")
+@click.argument(
+    "files", metavar="[FILE]...", type=click.Path(exists=True, dir_okay=False), nargs=-1
+)
+@click.option("--set", "name", help="gradients of these shapes instead of FILEs")
 @click.option(
     "--bandwidth", type=Bandwidth(), default="1gbit", show_default=True,
     help="of each worker's link: 100mbit, 2.5gbit, a number of Mbit/s, or unlimited",
@@ -73,30 +75,30 @@ class Bandwidth(click.ParamType):
     help="of FEC, as its argument",
 )  # fmt: skip
 @click.option("--plot", type=click.Path(dir_okay=False), help="draw step time over bandwidth there")
-def advise(file, name, bandwidth, workers, threshold, plot):
+def advise(files, name, bandwidth, workers, threshold, plot):
     """Predict the exchange of every compressor for your gradients and network.
 
     FILE is an .npz of one step's gradients, one array per tensor, as the recipes save them with
-    --save-gradients. Without one, a standard set of Gaussian gradients is taken.
+    --save-gradients. Give some steps, a FILE each: gradients differ much from batch to batch.
     """
     from hvd_fec.cli import advise as _advise
     from hvd_fec.cli import sets
 
-    if (file is None) == (name is None):
-        raise click.UsageError(f"give a FILE, or --set {', '.join(sets.SETS)}")
-    if name is not None and name not in sets.SETS:
+    if bool(files) == bool(name):
+        raise click.UsageError(f"give FILEs, or --set {', '.join(sets.SETS)}")
+    if name and name not in sets.SETS:
         raise click.BadParameter(f"{name!r} is none of {', '.join(sets.SETS)}", param_hint="--set")
+    threshold = int(threshold) if threshold == int(threshold) else threshold
     try:
-        gradients = _advise.standard(name) if name else _advise.read(file)
+        steps = [_advise.standard(name)] if name else [_advise.read(file) for file in files]
+        fec = _advise.lasting(steps, threshold)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    threshold = int(threshold) if threshold == int(threshold) else threshold
-    sizes = [gradient.size for gradient in gradients.values()]
-    fec = _advise.lasting(list(gradients.values()), threshold)
+    sizes = [gradient.size for gradient in steps[0].values()]
     network = _advise.Network(bandwidth)
     ranked = _advise.rank(sizes, workers, network, fec.ratio, threshold)
 
-    source = name or Path(file).name
+    source = name or Path(files[0]).name + f" and {len(files) - 1} more" * (len(files) > 1)
     click.echo(f"{source}: {len(sizes)} tensors, {sum(sizes) / 1e6:.2f} million values")
     click.echo(
         f"FEC(threshold={threshold}) sends {fec.density:.2%} of them in the long run, "
