@@ -115,6 +115,7 @@ class BatchCompressor(Compressor, ABC):
         if tensor.dtype not in _COMPRESSED or size is None or size < max(1, self.min_size):
             return self._bypass(tensor, site)
         exchange.check_op(site.op)
+        exchange.check_not_compiled()
         batch = self._open_batch(exchange.resolve_process_set(self.process_set, site.process_set))
         entry = _Entry(batch, tensor, site)
         batch.entries.append(weakref.ref(entry))

@@ -22,6 +22,7 @@ from typing import List, Sequence, Tuple
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_fec import wire
 from hvd_fec.codecs.arrays import each
@@ -110,6 +111,20 @@ def check_op(op) -> None:
         raise ValueError(
             "compressed gradients can be reduced with op=hvd.Average or op=hvd.Sum only; use "
             "hvd.Compression.none for other operations"
+        )
+
+
+def check_not_compiled() -> None:
+    """Refuse a function that XLA is to compile, or TensorFlow would say that a kernel is missing.
+
+    Raises:
+        RuntimeError: the graph that is being built, or one around it, has ``jit_compile=True``.
+    """
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise RuntimeError(
+            "XLA cannot compile hvd_fec's exchange of gradients, nor Horovod's on a CPU: leave "
+            "jit_compile=True out of model.compile(), or out of the tf.function that reduces the "
+            "gradients. Functions that it calls may have it, and so may the optimizer"
         )
 
 

@@ -528,6 +528,41 @@ def test_the_class_is_not_an_instance():
         hvd.allreduce(tf.constant(gradient(RANK, 0)), compression=hvd_fec.FEC)
 
 
+def dense(**jit):
+    model = keras.Sequential([keras.layers.Input(64), keras.layers.Dense(32)])
+    opt = keras.optimizers.SGD(0.1, jit_compile=jit.pop("optimizer", False))
+    model.compile(hvd_keras.DistributedOptimizer(opt, compression=hvd_fec.FEC()), "mse", **jit)
+    return model
+
+
+def fit(model):
+    model.fit(np.ones((8, 64)), np.ones((8, 32)), batch_size=8, verbose=0)
+
+
+def reduce(x):
+    return hvd.allreduce(x, op=hvd.Sum, name="xla", compression=hvd_fec.FEC())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: fit(dense(jit_compile=True)),
+        lambda: tf.function(reduce, jit_compile=True)(tf.ones(2000)),
+        lambda: tf.function(tf.function(reduce), jit_compile=True)(tf.ones(2000)),
+    ],
+)
+def test_xla_is_refused(use):
+    with pytest.raises(RuntimeError, match="XLA cannot compile .* leave jit_compile=True out of"):
+        use()
+
+
+def test_xla_beside_the_exchange():
+    fit(dense(optimizer=True))
+    compiled = tf.function(lambda x: 2 * x, jit_compile=True)
+    reduced = tf.function(lambda x: reduce(compiled(x)))(tf.fill([2000], 2 / 3))
+    np.testing.assert_allclose(reduced, 4 / 3 * SIZE, rtol=1e-6)  # no other value of its octave
+
+
 def test_retrace_keeps_the_residual():
     compressor = hvd_fec.FEC(T)
     expected = Expected(1 / SIZE)
