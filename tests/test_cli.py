@@ -6,12 +6,18 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import hvd_fec
+from hvd_fec import checkpoint, wire
+from hvd_fec.cli import advise, contents, sets
+from hvd_fec.codecs import FecCodec
 from hvd_fec.cost import COMPRESSORS
 
 pytest.importorskip("click")
@@ -209,8 +215,6 @@ def test_advise_ranks_as_measured(network, name):
 
 @pytest.mark.parametrize("network, name", sorted(measured()))
 def test_ranking_of_all_measured_sets(network, name):
-    from hvd_fec.cli import advise, sets
-
     rate = {"unlimited": float("inf"), "1 Gbit/s": 125e6, "100 Mbit/s": 12.5e6}[network]
     sizes = [int(np.prod(shape)) for shape in sets.SETS[SETS[name]]()]
     ranked = advise.rank(sizes, 2, advise.Network(rate), 400)
@@ -242,9 +246,6 @@ def test_advise_from_a_file(tmp_path):
 @pytest.mark.parametrize("density", [0.002, 0.02])
 def test_the_lasting_ratio_is_that_of_many_steps(density):
     """Fresh gradients, from residuals of zero on: their density rises until the two agree."""
-    from hvd_fec.cli import advise
-    from hvd_fec.codecs import FecCodec
-
     codec, residual = FecCodec(-9), np.zeros(30_000, np.float32)
     sent = [
         codec.encode(gradients(density, residual.size, seed), residual).size
@@ -259,8 +260,6 @@ def test_the_lasting_ratio_is_that_of_many_steps(density):
 
 def test_the_lasting_ratio_of_steps_that_differ():
     """A batch with small gradients says little about those with large ones."""
-    from hvd_fec.cli import advise
-
     steps = [{"g": gradients(density, 30_000)} for density in (0.0001, 0.01)]
     assert advise.lasting(steps, -9).density == pytest.approx(0.005, rel=0.3)
     other = {"g": gradients(size=30_000), "h": gradients(size=9)}
@@ -313,3 +312,103 @@ def test_a_missing_matplotlib_is_named(tmp_path):
     hidden = without(tmp_path, "matplotlib")
     output = call("advise", tmp_path / "g.npz", "--plot", tmp_path / "p.png", path=[hidden], code=1)
     assert "pip install 'hvd_fec[plot]'" in output
+
+
+# ---- inspect ------------------------------------------------------------------------------------
+
+
+def rows(output):
+    """Cells of the lines below the rule of each table."""
+    lines = [line for line in output.split("── \n", 1)[1].splitlines() if line.startswith("  ")]
+    return [line.split() for line in lines if line.strip()]
+
+
+def payload(threshold=-9, form="planes"):
+    x = np.zeros(1000, np.float16)
+    x[::100] = 3 * 2.0**threshold
+    return FecCodec(threshold, form).encode(x)
+
+
+def test_inspect_payloads(tmp_path):
+    bad = FecCodec(-7.5).encode(np.float32([1, np.nan, 0])).tobytes()
+    (tmp_path / "p").write_bytes(payload().tobytes() + bad)
+    first, second = rows(call("inspect", tmp_path / "p"))
+    size = payload().size
+    assert first[:5] == ["planes", "float16", "2^-9", "1,000", "1.000%"]
+    assert first[5:] == [str(size), f"{4000 / size:.1f}", f"{4 / 3 * 2**-8:.3g}", "0"]
+    assert second[:5] == ["planes", "float32", "2^-7.5", "3", "33.333%"] and second[-1] == "1"
+
+
+def test_inspect_frames_and_forms(tmp_path):
+    dense = FecCodec(-9, "coded").encode(gradients(0.5, 50_000))
+    frames = [wire.pack_frame(1, [payload(), dense]), wire.pack_frame(0, [])]
+    (tmp_path / "f").write_bytes(np.concatenate(frames).tobytes())
+    output = call("inspect", tmp_path / "f")
+    assert "Frame 0, 2 payloads" in output and "Frame 1, 0 payloads" in output
+    assert [row[0] for row in rows(output)[:2]] == ["planes", "coded"]
+
+
+class State:
+    """As much of a compressor as the checkpoint wants."""
+
+    def state_dict(self):
+        return {"residuals": {"dense/[kernel]:0#0": np.float32([3, -4])}, "steps": {"a": 7}}
+
+    def get_config(self):
+        return {"threshold": -9}
+
+
+def test_inspect_a_state(tmp_path):
+    checkpoint.save(tmp_path / "c.npz", State(), 1, 4)
+    output = call("inspect", tmp_path / "c.npz")
+    assert "State of State(threshold=-9), rank 1 of 4" in output and "{'a': 7}" in output
+    assert rows(output) == [["dense/[kernel]:0#0", "2", "5", "4"]]
+
+
+def test_inspect_refuses_what_is_torn_or_foreign(tmp_path):
+    checkpoint.save(tmp_path / "c.npz", State(), 1, 4)
+    np.savez(tmp_path / "g.npz", weights=np.ones(3))
+    state = (tmp_path / "c.npz").read_bytes()
+    frame = wire.pack_frame(1, [payload()]).tobytes()
+    cases = {
+        payload().tobytes()[:-1]: "damaged (payload claims",
+        payload().tobytes() + b"x": "damaged (payload of 1 bytes",
+        frame[:-1]: "damaged (rank 0 sent a frame of",
+        wire.pack_error("no room").tobytes(): "reports an error, rank 0: no room",
+        state[: len(state) // 2]: "damaged, or no file of hvd_fec",
+        state.replace(b"\0\0\x80\xc0", b"\0\0\x80\xc1"): "damaged, or no file of hvd_fec",
+        (tmp_path / "g.npz").read_bytes(): "not the state of a compressor",
+        b"": "starts with b''",
+        b"%PDF-1.4": "starts with b'%PDF', so it is no payload",
+    }
+    for i, (content, message) in enumerate(cases.items()):
+        path = tmp_path / str(i)
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            contents.read(path)
+    output = call("inspect", path, code=1)
+    assert output.startswith("Error: ") and message in output and "Traceback" not in output
+
+
+@given(st.data())
+def test_damaged_files_are_read_or_refused(data):
+    """Any one byte, of any kind of file."""
+    whole = data.draw(st.sampled_from([payload().tobytes(), STATE]))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    damaged = whole[:at] + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :]
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(damaged)
+        file.flush()
+        try:
+            contents.read(file.name)
+        except ValueError:
+            pass
+
+
+def _state():
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(Path(folder) / "c.npz", State(), 1, 4)
+        return (Path(folder) / "c.npz").read_bytes()
+
+
+STATE = _state()

@@ -34,7 +34,7 @@ LAYERS = [
     {"hvd_fec.cli.__main__"},
     {"hvd_fec.cli"},  # imports its commands when it is called
     {"hvd_fec.cli.commands"},
-    {"hvd_fec.cli.doctor", "hvd_fec.cli.advise"},
+    {"hvd_fec.cli.doctor", "hvd_fec.cli.advise", "hvd_fec.cli.contents"},
     {"hvd_fec.cli.sets"},
     {"hvd_fec"},
     {"hvd_fec.callbacks"},

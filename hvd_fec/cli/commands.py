@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hvd_fec._version import __version__
@@ -126,3 +127,42 @@ def advise(files, name, bandwidth, workers, threshold, plot):
             ) from error
         except (OSError, ValueError) as error:
             raise click.ClickException(f"cannot draw into {plot}: {error}") from error
+
+
+@hvd_fec.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+def inspect(file):
+    """Say what a payload, a frame or a compressor's saved state holds.
+
+    FILE is read to its end and proven sound; what is damaged or foreign is an error.
+    """
+    from hvd_fec.cli import contents
+
+    try:
+        found = contents.read(file)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    if isinstance(found, contents.State):
+        click.echo(f"State of {found.compressor}, rank {found.rank} of {found.ranks}")
+        for name, value in found.rest.items():
+            click.echo(f"{name}: {value}")
+        table = Table("residual", box=box.SIMPLE)
+        for column in ("values", "norm", "largest"):
+            table.add_column(column, justify="right")
+        for key, size, norm, largest in found.residuals:
+            table.add_row(escape(key), f"{size:,}", f"{norm:.4g}", f"{largest:.4g}")
+        Console().print(table)
+        return
+    for i, payloads in enumerate(found.parts):
+        if found.framed:
+            click.echo(f"Frame {i}, {len(payloads)} payloads")
+        table = Table("form", "dtype", box=box.SIMPLE, padding=(0, 0, 0, 1))  # 80 columns
+        for column in ("from", "values", "kept", "bytes", "ratio", "largest", "NaN"):
+            table.add_column(column, justify="right")
+        for p in payloads:
+            table.add_row(
+                *(p.form, p.dtype, f"2^{p.threshold:g}", f"{p.count:,}"),
+                *(f"{p.kept / max(p.count, 1):.3%}", f"{p.nbytes:,}"),
+                *(f"{4 * p.count / p.nbytes:.1f}", f"{p.largest:.3g}", f"{p.nonfinite:,}"),
+            )
+        Console().print(table)
