@@ -1,20 +1,27 @@
-"""Keras callbacks: proof that the replicas are equal, and metrics of the compression."""
+"""Keras callbacks: proof that the replicas are equal, checkpoints of residuals, and metrics of the
+compression."""
 
 import hashlib
+import re
+import warnings
 from collections import Counter
-from typing import Dict, List, Optional
+from numbers import Integral
+from pathlib import Path
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow.functions import allgather_object
+from horovod.tensorflow.functions import allgather_object, broadcast_object
 from tensorflow import keras
 
+from hvd_fec import checkpoint
 from hvd_fec.batching import BatchCompressor
 from hvd_fec.stats import Totals
 
 _DIGEST_BYTES = 16
 _LISTED = 10  # variables that an error message names
+_SAVED = re.compile(r"step-(\d+)-rank-(\d+)-of-(\d+)\.npz")
 
 
 class ReplicaError(RuntimeError):
@@ -92,6 +99,163 @@ class ReplicaCheck(keras.callbacks.Callback):
         if (everyone != everyone[0]).any():
             replicas = allgather_object(digests, process_set=self.process_set)
             raise ReplicaError(_explain(replicas, self.process_set.ranks, self._steps))
+
+
+class CompressorCheckpoint(keras.callbacks.Callback):
+    """Save each rank's residuals when the model is saved, and restore them when training goes on.
+
+    Every rank writes files of its own, ``step-K-rank-R-of-N.npz``, each replaced as a whole, and
+    keeps those of the two newest steps: whenever the job is killed, the model on disk finds the
+    residuals of its own step there. K is the optimizer's ``iterations``.
+
+    Put it on every rank, before the callback that saves the model, with the same ``save_freq``:
+    when that saves, all ranks have written their residuals. Load the model with its optimizer on
+    every rank before ``fit``. Before the first step the callback then restores the residuals of the
+    model's step, on all ranks or on none::
+
+        callbacks = [CompressorCheckpoint(compressor, "run/residuals")]
+        if hvd.rank() == 0:
+            callbacks.append(
+                keras.callbacks.ModelCheckpoint("run/epoch-{epoch}", save_weights_only=True)
+            )
+        newest, epoch = tf.train.latest_checkpoint("run"), 0
+        if newest:
+            model.load_weights(newest)
+            epoch = int(newest.split("-")[-1])
+        model.fit(..., initial_epoch=epoch, callbacks=callbacks)
+
+    When not every rank has a file of that step, number of ranks and compressor, all start with
+    empty residuals, and each says so in a RuntimeWarning. Tensors that the files do not know, as
+    after a change of the model, start with empty ones too, with a warning.
+
+    Args:
+        compressor: the object that the optimizer was given as ``compression=``.
+        folder: for the files; is made. Not every rank needs to see the same one.
+        save_freq: ``"epoch"``, or a number of batches, counted as ``ModelCheckpoint`` does.
+
+    Raises:
+        TypeError: ``compressor`` has no state, as those of Horovod itself.
+        ValueError: ``save_freq`` is neither ``"epoch"`` nor a positive integer.
+        OSError: from training, on all ranks: a rank cannot write its file.
+        CheckpointError: from training, on all ranks: a file is damaged, or none of hvd_fec.
+    """
+
+    def __init__(
+        self,
+        compressor: BatchCompressor,
+        folder: Union[str, Path],
+        save_freq: Union[str, int] = "epoch",
+    ) -> None:
+        super().__init__()
+        if not hasattr(compressor, "state_dict"):
+            raise TypeError(
+                f"{compressor!r} has no state to save: give CompressorCheckpoint the hvd_fec "
+                "compressor that the optimizer has, such as hvd_fec.FEC()"
+            )
+        if save_freq != "epoch" and not (isinstance(save_freq, Integral) and save_freq > 0):
+            raise ValueError(f"save_freq must be 'epoch' or a positive integer, not {save_freq!r}")
+        self.compressor = compressor
+        self.folder = Path(folder)
+        self.save_freq = save_freq
+        self._begun = False
+        self._unsaved = 0  # batches
+
+    def on_epoch_begin(self, epoch: int, logs: Optional[dict] = None) -> None:
+        self._batch = -1
+        if not self._begun:  # not in on_train_begin: a later callback may load the model there
+            self._begun = True
+            self.restore()
+
+    def on_train_batch_end(self, batch: int, logs: Optional[dict] = None) -> None:
+        self._unsaved += batch - self._batch
+        self._batch = batch
+        if isinstance(self.save_freq, Integral) and self._unsaved >= self.save_freq:
+            self._unsaved = 0
+            self.save()
+
+    def on_epoch_end(self, epoch: int, logs: Optional[dict] = None) -> None:
+        if self.save_freq == "epoch":
+            self.save()
+
+    def save(self) -> None:
+        """Save now. All ranks must call this together; when it returns, all have saved.
+
+        Raises:
+            OSError: as the class says.
+        """
+        step, rank, ranks = self._step(), hvd.rank(), hvd.size()
+        problem = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.save(self._path(step), self.compressor, rank, ranks, step)
+        except OSError as error:
+            problem = str(error)
+        self._raise(OSError, allgather_object(problem, name="hvd_fec_saved"))
+        # Those of other numbers of ranks have nobody else to remove them.
+        files = {p: s for p, s, r, n in self._files() if r == rank or n != ranks}
+        before = max((s for s in files.values() if s < step), default=step)
+        for path, saved in files.items():
+            if saved not in (step, before):
+                path.unlink(missing_ok=True)
+
+    def restore(self) -> bool:
+        """Restore now, if there is something. All ranks must call this together.
+
+        Returns:
+            Whether the ranks have restored.
+
+        Raises:
+            CheckpointError: as the class says.
+        """
+        step = self._step()
+        state = damage = lack = None
+        try:
+            state, saved = checkpoint.read(
+                self._path(step), self.compressor, hvd.rank(), hvd.size()
+            )
+            if saved != step:
+                lack = f"{self._path(step)}: is of step {saved}, not {step}"
+        except FileNotFoundError:
+            others = sorted({(s, n) for _, s, _, n in self._files()})
+            there = ", ".join(f"step {s} of {n} ranks" for s, n in others) or "nothing"
+            if others or step:
+                lack = f"{self.folder} has {there}, but no {self._path(step).name}"
+        except checkpoint.MismatchError as error:
+            lack = str(error)
+        except checkpoint.CheckpointError as error:
+            damage = str(error)
+        outcome = damage, lack, state is not None
+        damages, lacks, found = zip(*allgather_object(outcome, name="hvd_fec_found"))
+        self._raise(checkpoint.CheckpointError, damages)
+        if state is not None and all(found) and not any(lacks):
+            self.compressor.load_state_dict(state)
+            return True
+        if any(lacks):
+            warnings.warn(
+                f"the model is at step {step}, and its residuals are not restored, on no rank: "
+                f"{_by_rank(lacks)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False
+
+    def _step(self) -> int:
+        # Of rank 0, whose model the others may not have got yet.
+        return broadcast_object(int(self.model.optimizer.iterations), 0, name="hvd_fec_step")
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step}-rank-{hvd.rank()}-of-{hvd.size()}.npz"
+
+    def _files(self) -> List[Tuple[Path, int, int, int]]:
+        """(path, step, rank, ranks) of every file in the folder."""
+        found = ((path, _SAVED.fullmatch(path.name)) for path in self.folder.glob("*.npz"))
+        return [(path, int(m[1]), int(m[2]), int(m[3])) for path, m in found if m]
+
+    @staticmethod
+    def _raise(kind, problems: Sequence[Optional[str]]) -> None:
+        """The same error on all ranks, if one has a problem: none is left waiting."""
+        if any(problems):
+            raise kind(_by_rank(problems))
 
 
 class CompressionMetrics(keras.callbacks.Callback):
@@ -265,6 +429,13 @@ def _who(digests: List, ranks: List[int]) -> str:
     for rank, digest in zip(ranks, digests):
         groups.setdefault(digest, []).append(rank)
     return " and ".join(_ranks(group) for group in groups.values()) + " differ"
+
+
+def _by_rank(texts: Sequence[Optional[str]]) -> str:
+    """``rank 1: ...``, of the first rank that has a text, and how many more have one."""
+    ranks = [rank for rank, text in enumerate(texts) if text]
+    more = f" (and {len(ranks) - 1} more ranks)" * (len(ranks) > 1)
+    return f"rank {ranks[0]}: {texts[ranks[0]]}{more}"
 
 
 def _ranks(ranks: List[int]) -> str:

@@ -1,8 +1,8 @@
 """A compressor's state in a file: one ``.npz`` per rank, replaced as a whole.
 
 The file holds the residuals as arrays ``r0``, ``r1``, ... and a JSON text ``meta`` with the
-format's version, the residuals' keys, the step counters, rank and number of ranks, and the
-compressor's class and settings. NumPy reads it without unpickling anything.
+format's version, the residuals' keys, the rest of the state, the training's step, rank and number
+of ranks, and the compressor's class and settings. NumPy reads it without unpickling anything.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Tuple, Union
 
 import numpy as np
 
@@ -29,26 +29,33 @@ class CheckpointError(ValueError):
     """A file that cannot be used; the text says why and what to do."""
 
 
-def save(path: Union[str, Path], compressor: Any, rank: int, ranks: int) -> None:
+class MismatchError(CheckpointError):
+    """A file that is in order, but of another rank, another number of ranks, another compressor."""
+
+
+def save(path: Union[str, Path], compressor: Any, rank: int, ranks: int, step: int = 0) -> None:
     """Write the state of ``compressor`` on this rank; the folder must exist.
 
-    A kill at any moment leaves the old file or the new one.
+    A kill at any moment leaves the old file or the new one. ``step`` is how many the training has
+    done; :func:`restore` returns it.
 
     Raises:
         OSError: the file cannot be written.
     """
     path = Path(path)
-    state = compressor.state_dict()
+    state = dict(compressor.state_dict())
+    residuals = state.pop("residuals")
     meta = {
         "format": FORMAT,
         "version": VERSION,
         "rank": rank,
         "ranks": ranks,
+        "step": step,
         **_kind(compressor),
-        "steps": state["steps"],
-        "keys": list(state["residuals"]),
+        "keys": list(residuals),
+        "state": state,
     }
-    arrays = {f"r{i}": residual for i, residual in enumerate(state["residuals"].values())}
+    arrays = {f"r{i}": residual for i, residual in enumerate(residuals.values())}
     fresh = path.with_name(f".{path.name}.part")
     with open(fresh, "wb") as stream:
         np.savez(stream, meta=np.array(json.dumps(meta)), **arrays)
@@ -57,13 +64,31 @@ def save(path: Union[str, Path], compressor: Any, rank: int, ranks: int) -> None
     os.replace(fresh, path)
 
 
-def restore(path: Union[str, Path], compressor: Any, rank: int, ranks: int) -> None:
+def restore(path: Union[str, Path], compressor: Any, rank: int, ranks: int) -> int:
     """Load what :func:`save` wrote; ``compressor`` changes only if all of it is good.
+
+    Returns:
+        The training's step.
+
+    Raises:
+        As :func:`read`.
+    """
+    state, step = read(path, compressor, rank, ranks)
+    compressor.load_state_dict(state)
+    return step
+
+
+def read(path: Union[str, Path], compressor: Any, rank: int, ranks: int) -> Tuple[dict, int]:
+    """What :func:`save` wrote for such a compressor, which is left as it is.
+
+    Returns:
+        The state, for ``load_state_dict``, and the training's step.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: the file is torn, no file of :func:`save`, of a newer format, or the state
-            of another rank, another number of ranks or another compressor.
+        CheckpointError: the file is torn, no file of :func:`save`, or of a newer format.
+        MismatchError: it is the state of another rank, another number of ranks or another
+            compressor.
     """
     try:
         # Opened here, as np.load leaves a torn file open.
@@ -79,7 +104,7 @@ def restore(path: Union[str, Path], compressor: Any, rank: int, ranks: int) -> N
                     "use the version that wrote it, or start without the file"
                 )
             residuals = {key: saved[f"r{i}"] for i, key in enumerate(meta["keys"])}
-            steps = dict(meta["steps"])
+            state, step = {**meta["state"], "residuals": residuals}, int(meta["step"])
     except (FileNotFoundError, CheckpointError):
         raise
     except _UNREADABLE as error:
@@ -87,10 +112,10 @@ def restore(path: Union[str, Path], compressor: Any, rank: int, ranks: int) -> N
     now = {"rank": rank, "ranks": ranks, **json.loads(json.dumps(_kind(compressor)))}
     changed = [f"{k} {meta.get(k)}, not {v}" for k, v in now.items() if meta.get(k) != v]
     if changed:
-        raise CheckpointError(f"{path}: is the state of {'; '.join(changed)}")
+        raise MismatchError(f"{path}: is the state of {'; '.join(changed)}")
     if any(r.dtype != np.float32 or r.ndim != 1 for r in residuals.values()):
         raise _torn(path, "residuals are float32 vectors")
-    compressor.load_state_dict({"residuals": residuals, "steps": steps})
+    return state, step
 
 
 def _kind(compressor) -> dict:

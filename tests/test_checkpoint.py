@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hvd_fec import checkpoint
-from hvd_fec.checkpoint import CheckpointError
+from hvd_fec.checkpoint import CheckpointError, MismatchError
 from hvd_fec.feedback import Names, ResidualStore
 
 
@@ -49,9 +49,18 @@ def path(tmp_path):
 
 def test_round_trip_leaves_one_file(path):
     back = Holder()
-    checkpoint.restore(path, back, 1, 3)
+    assert checkpoint.restore(path, back, 1, 3) == 0
     same(back.state, example())
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_all_of_the_state_and_the_step(path):
+    state = {**example(), "thresholds": {"kernel[5]": -8.3}}
+    checkpoint.save(path, Holder(state=state), 1, 3, step=12)
+    back = Holder()
+    assert checkpoint.restore(path, back, 1, 3) == 12
+    same(back.state, state)
+    assert back.state["thresholds"] == state["thresholds"]
 
 
 def test_torn_anywhere(path):
@@ -79,7 +88,7 @@ def test_torn_anywhere(path):
     ],
 )
 def test_another_training(path, rank, ranks, holder, text):
-    with pytest.raises(CheckpointError, match=text):
+    with pytest.raises(MismatchError, match=text):
         checkpoint.restore(path, holder, rank, ranks)
     assert holder.state is None
 

@@ -2,17 +2,24 @@
 
 import csv
 import warnings
+from pathlib import Path
 
 import horovod.tensorflow.keras as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
+from horovod.tensorflow.functions import broadcast_object
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorflow import keras
 
 import hvd_fec
 from hvd_fec import checkpoint
-from hvd_fec.callbacks import CompressionMetrics, ReplicaCheck, ReplicaError
+from hvd_fec.callbacks import (
+    CompressionMetrics,
+    CompressorCheckpoint,
+    ReplicaCheck,
+    ReplicaError,
+)
 
 RANK, SIZE = hvd.rank(), hvd.size()
 LAST = SIZE - 1
@@ -170,6 +177,186 @@ def test_resumed_training_goes_on_bit_by_bit(make, tmp_path):
         warnings.simplefilter("error", RuntimeWarning)
         assert resumed(restores=True)
     assert not resumed(restores=False)
+
+
+# ---- CompressorCheckpoint ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One folder for all ranks."""
+    return Path(broadcast_object(str(tmp_path), 0))
+
+
+def saves(folder):
+    """Steps of this rank's files."""
+    return sorted(int(p.name.split("-")[1]) for p in folder.glob(f"*-rank-{RANK}-of-{SIZE}.npz"))
+
+
+def at_step(step, folder, compressor=None, value=0.0):
+    """A callback whose model has done so many steps and whose compressor holds a residual."""
+    compressor = compressor or hvd_fec.FEC()
+    residuals = {"kernel[0]": np.full(5, value + RANK, np.float32)}
+    compressor.load_state_dict({"residuals": residuals if value else {}, "steps": {}})
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(), "mse")
+    model.optimizer.iterations.assign(step if RANK == 0 else 0)  # as before the broadcast
+    callback = CompressorCheckpoint(compressor, folder)
+    callback.set_model(model)
+    return callback
+
+
+def held(callback):
+    return {key: set(value) for key, value in callback.compressor.state_dict()["residuals"].items()}
+
+
+def test_training_resumed_with_keras(folder):
+    """As the callback's docstring says, after the second of four epochs."""
+    tf.config.experimental.enable_op_determinism()
+
+    def train(folder, epochs, initial_epoch=0, newest=None):
+        compressor = hvd_fec.FEC(-6)
+        model = build(compressor=compressor)
+        own = [CompressorCheckpoint(compressor, folder / "residuals")]
+        if newest:
+            model.load_weights(newest)
+        elif RANK == 0:
+            path = str(folder / "epoch-{epoch}")
+            own.append(keras.callbacks.ModelCheckpoint(path, save_weights_only=True))
+        fit(model, *own, epochs=epochs, initial_epoch=initial_epoch, shuffle=False)
+        return model.get_weights()
+
+    start = train(folder, 2)
+    assert saves(folder / "residuals") == [STEPS, 2 * STEPS]
+    hvd.broadcast(0, 0)  # rank 0 has saved its model
+    newest = tf.train.latest_checkpoint(folder)
+    assert newest.endswith("epoch-2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        resumed = train(folder, 4, 2, newest)
+    assert saves(folder / "residuals") == [3 * STEPS, 4 * STEPS]
+    whole = train(folder / "whole", 4)
+    assert all((a == b).all() for a, b in zip(whole, resumed))
+    assert not all((a == b).all() for a, b in zip(whole, start))
+
+
+def test_saves_when_model_checkpoint_does(tmp_path):
+    """With epochs that are no multiple of it, and several steps at once."""
+    compressor = hvd_fec.FEC(-6)
+    model = build(compressor=compressor)
+    model.steps_per_execution = 2
+    steps = {"model": [], "residuals": []}
+
+    class Model(keras.callbacks.ModelCheckpoint):
+        def _save_model(self, *args, **kwargs):
+            steps["model"].append(int(self.model.optimizer.iterations))
+
+    class Residuals(CompressorCheckpoint):
+        def save(self):
+            steps["residuals"].append(int(self.model.optimizer.iterations))
+
+    fit(
+        model, Residuals(compressor, tmp_path, 5), Model(str(tmp_path / "m"), save_freq=5), epochs=3
+    )
+    assert steps["residuals"] == steps["model"] and len(steps["model"]) == 6
+
+
+def test_the_models_step_is_restored_not_the_newest(folder):
+    """A kill between the residuals of step 30 and the model of step 30."""
+    for step in (10, 20, 30):
+        at_step(step, folder, value=step).save()
+    assert saves(folder) == [20, 30]
+    again = at_step(20, folder)
+    assert again.restore() and held(again) == {"kernel[0]": {20.0 + RANK}}
+    again.model.optimizer.iterations.assign(25)
+    again.save()
+    assert saves(folder) == [20, 25], "step 30 was of a past that did not happen"
+
+
+def lacking(folder):
+    if RANK == LAST:
+        (folder / f"step-20-rank-{LAST}-of-{SIZE}.npz").unlink()
+
+
+def other_number(folder):
+    name = f"step-20-rank-{RANK}-of-{{}}.npz"
+    (folder / name.format(SIZE)).rename(folder / name.format(SIZE + 1))
+
+
+def renamed(folder):
+    (folder / f"step-20-rank-{RANK}-of-{SIZE}.npz").rename(
+        folder / f"step-21-rank-{RANK}-of-{SIZE}.npz"
+    )
+
+
+@pytest.mark.parametrize(
+    "change, step, compressor, text",
+    [
+        (lacking, 20, None, f"rank {LAST}: .* has step 20 of .*, but no step-20-rank-{LAST}-of"),
+        (other_number, 20, None, f"step 20 of {SIZE + 1} ranks, but no step-20-rank-0-of-{SIZE}"),
+        (lambda folder: None, 20, hvd_fec.FEC(-7), "'threshold': -9, .* not {'threshold': -7"),
+        (lambda folder: None, 20, hvd_fec.Ternary(), "compressor FEC, not Ternary"),
+        (lambda folder: None, 19, None, "model is at step 19, .* has step 20 of"),
+        (lambda folder: None, 0, None, "model is at step 0, .* has step 20 of"),
+        (renamed, 21, None, "is of step 20, not 21"),
+    ],
+    ids=["lacking", "ranks", "setting", "compressor", "step", "new", "renamed"],
+)
+def test_what_does_not_fit_is_left_on_all_ranks_with_a_warning(
+    folder, change, step, compressor, text
+):
+    at_step(20, folder, value=1).save()
+    change(folder)
+    hvd.allreduce(0)  # else one rank may look before another has changed its file
+    again = at_step(step, folder, compressor)
+    with pytest.warns(RuntimeWarning, match=text):
+        assert not again.restore()
+    assert held(again) == {}
+    again.model.optimizer.iterations.assign(22)
+    again.save()
+    assert len(list(folder.iterdir())) <= 2 * SIZE, "nothing is left behind for good"
+
+
+def test_a_changed_model_starts_clean_with_a_warning(folder):
+    at_step(20, folder, hvd_fec.FEC(-6), value=1).save()
+    compressor = hvd_fec.FEC(-6)
+    model = build(compressor=compressor)
+    model.optimizer.iterations.assign(20)
+    with pytest.warns(RuntimeWarning, match=r"no residual to restore for first/kernel\[0\]"):
+        fit(model, CompressorCheckpoint(compressor, folder))
+
+
+def test_nothing_to_restore_is_no_surprise(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert not at_step(0, folder / "new").restore()
+
+
+@pytest.mark.parametrize("blob", [b"", b"PK\3\4 and nothing more", b"\x93NUMPY"])
+def test_a_torn_file_is_an_error_on_all_ranks(folder, blob):
+    at_step(20, folder, value=1).save()
+    if RANK == LAST:
+        (folder / f"step-20-rank-{LAST}-of-{SIZE}.npz").write_bytes(blob)
+    again = at_step(20, folder)
+    with pytest.raises(checkpoint.CheckpointError, match=f"^rank {LAST}: .*damaged, or no file"):
+        again.restore()
+    assert held(again) == {}
+
+
+def test_a_rank_that_cannot_write_ends_all(folder):
+    if RANK == LAST:
+        folder = folder / "file" / "folder"
+        folder.parent.write_bytes(b"")
+    with pytest.raises(OSError, match=f"^rank {LAST}: .*Not a directory"):
+        at_step(20, folder, value=1).save()
+
+
+def test_arguments_of_compressor_checkpoint(tmp_path):
+    with pytest.raises(TypeError, match="has no state to save: give CompressorCheckpoint the hvd_"):
+        CompressorCheckpoint(hvd.Compression.none, tmp_path)
+    for save_freq in (0, 1.5, "batch"):
+        with pytest.raises(ValueError, match="save_freq must be 'epoch' or a positive integer"):
+            CompressorCheckpoint(hvd_fec.FEC(), tmp_path, save_freq)
 
 
 # ---- CompressionMetrics -----------------------------------------------------------------------
