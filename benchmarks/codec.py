@@ -12,66 +12,18 @@ import argparse
 import itertools
 import json
 import os
-import statistics
-import time
 
-import numpy as np
-
-from hvd_fec.codecs import FecCodec
+from hvd_fec.cli import bench
 from hvd_fec.codecs.kernels import active as kernels
 
 DENSITIES = (0.05, 0.01)
 FORMS = ("planes",)
 
 
-def tail(density):
-    """t with P(|z| >= t) = density for a standard normal z."""
-    return statistics.NormalDist().inv_cdf(1 - density / 2)
-
-
-def seconds(function):
-    begun = time.perf_counter()
-    function()
-    return time.perf_counter() - begun
-
-
-def entropy_bits(gradient, threshold):
-    """Bits per element of the best code for positions, signs and octaves of independent values."""
-    kept = np.abs(gradient[np.abs(gradient) >= 2.0**threshold])
-    p = kept.size / gradient.size
-    _, counts = np.unique(np.minimum(np.frexp(kept)[1], threshold + 15), return_counts=True)
-    octaves = -(counts / kept.size * np.log2(counts / kept.size)).sum()
-    return -p * np.log2(p) - (1 - p) * np.log2(1 - p) + p * (1 + octaves)
-
-
 def measure(size, density, form, threads, rounds):
     os.environ["HVD_FEC_NUM_THREADS"] = str(threads)
-    codec = FecCodec(-9, form)
-    gradient = np.random.default_rng(0).standard_normal(size, np.float32)
-    gradient *= np.float32(2.0**codec.threshold / tail(density))
-    # With every other gradient negated the residuals do not grow, so that every round keeps the
-    # same elements and nothing has to be reset between the measurements.
-    gradients = [gradient, -gradient] * rounds
-    residual, out, total = (np.zeros_like(gradient) for _ in range(3))
-    payload = codec.encode(gradient, np.zeros_like(gradient))
-    times = {"add": [], "encode": [], "decode_add": []}
-    for gradient in gradients:
-        times["add"].append(seconds(lambda g=gradient: np.add(total, g, out=total)))
-        times["encode"].append(seconds(lambda g=gradient: codec.encode(g, residual)))
-        times["decode_add"].append(seconds(lambda: codec.decode_add(payload, out)))
-    row = {
-        "density": density,
-        "form": form,
-        "threads": threads,
-        "ratio": gradient.nbytes / payload.size,
-        "entropy": payload.size * 8 / size / entropy_bits(gradient, codec.threshold),
-        "add_ms": 1e3 * statistics.median(times["add"]),
-    }
-    for name in ("encode", "decode_add"):
-        ratios = [t / a for t, a in zip(times[name], times["add"])]
-        row[name] = [statistics.median(ratios), min(ratios), max(ratios)]
-        row[f"{name}_ms"] = 1e3 * statistics.median(times[name])
-    return row
+    row = bench.fec(size, density, form, rounds)
+    return {"density": density, "form": form, "threads": threads, **row}
 
 
 def main():

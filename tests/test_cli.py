@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import hvd_fec
 from hvd_fec import checkpoint, wire
-from hvd_fec.cli import advise, contents, sets
+from hvd_fec.cli import advise, bench, contents, sets
 from hvd_fec.codecs import FecCodec
 from hvd_fec.cost import COMPRESSORS
 
@@ -412,3 +412,43 @@ def _state():
 
 
 STATE = _state()
+
+
+# ---- bench --------------------------------------------------------------------------------------
+
+
+def test_bench():
+    pytest.importorskip("horovod.tensorflow")
+    output = call("bench", "--size", "300000", "--rounds", "1", "--step", HVD_FEC_NUM_THREADS="1")
+    assert "300,000 float32" in output and "1 thread" in output
+    codecs, steps = output.split("the add took")
+    found = rows(codecs)
+    assert [row[:2] for row in found[:-1]] == [["fec", "planes"], ["fec", "coded"]] * 2
+    assert found[-1][0] == "ternary" and float(found[-1][-1]) == pytest.approx(20, abs=0.1)
+    # As docs/benchmarks.md has them, within what chunks cost in so small a gradient.
+    entropies = [float(row[-1]) for row in found[:-1]]
+    assert entropies == pytest.approx([2.47, 1.01, 1.88, 1.0], rel=0.1)
+    found = {row[0]: row for row in rows(steps)}
+    assert list(found) == list(COMPRESSORS)
+    assert float(found["none"][-1]) == 1 and float(found["none"][-3]) == 8
+    assert float(found["fec"][-3]) < 0.05 < float(found["ternary"][-3])
+
+
+@pytest.mark.parametrize(
+    "script, message",
+    [
+        (None, "horovodrun is not here: hvd-fec doctor"),
+        ("echo '[0]<stdout>:>>>[3, 50]'; echo no network; exit 3", "ranks failed:\nno network"),
+    ],
+)
+def test_bench_of_steps_that_cannot_run(tmp_path, monkeypatch, script, message):
+    if script:
+        (tmp_path / "horovodrun").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "horovodrun").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    said = []
+    with pytest.raises(RuntimeError, match=message):
+        for progress in bench.steps("mlp", 3):
+            said.append(progress)
+    assert said == [(3, 50)] * bool(script)

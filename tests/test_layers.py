@@ -15,6 +15,7 @@ SOURCES = {
 MODULES = {name.removesuffix(".__init__") for name in SOURCES}
 
 MAY_USE_TENSORFLOW = {
+    "hvd_fec.cli.steps",
     "hvd_fec.batching",
     "hvd_fec.callbacks",
     "hvd_fec.compression",
@@ -34,7 +35,13 @@ LAYERS = [
     {"hvd_fec.cli.__main__"},
     {"hvd_fec.cli"},  # imports its commands when it is called
     {"hvd_fec.cli.commands"},
-    {"hvd_fec.cli.doctor", "hvd_fec.cli.advise", "hvd_fec.cli.contents"},
+    {
+        "hvd_fec.cli.doctor",
+        "hvd_fec.cli.bench",
+        "hvd_fec.cli.steps",
+        "hvd_fec.cli.advise",
+        "hvd_fec.cli.contents",
+    },
     {"hvd_fec.cli.sets"},
     {"hvd_fec"},
     {"hvd_fec.callbacks"},

@@ -9,6 +9,7 @@ import click
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress, track
 from rich.table import Table
 
 from hvd_fec._version import __version__
@@ -166,3 +167,65 @@ def inspect(file):
                 *(f"{4 * p.count / p.nbytes:.1f}", f"{p.largest:.3g}", f"{p.nonfinite:,}"),
             )
         Console().print(table)
+
+
+@hvd_fec.command()
+@click.option(
+    "--size", type=click.IntRange(1000), default=4_000_000, show_default=True,
+    help="float32 elements of the codecs' gradients",
+)  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="how often")
+@click.option("--step", is_flag=True, help="also exchange gradients between two processes here")
+@click.option("--set", "name", default="20x100k", show_default=True, help="what they exchange")
+def bench(size, rounds, step, name):
+    """Measure the codecs on this machine and, with --step, whole exchanges.
+
+    Times of codecs are ratios to an in-place add of the same arrays, with the smallest and the
+    largest in brackets: they move what an encoder with error feedback has to move.
+    """
+    from hvd_fec import threads
+    from hvd_fec.cli import bench as _bench
+    from hvd_fec.cli import sets
+    from hvd_fec.codecs.kernels import active
+
+    if name not in sets.SETS:
+        raise click.BadParameter(f"{name!r} is none of {', '.join(sets.SETS)}", param_hint="--set")
+    cases = [("fec", form, density) for density in (0.05, 0.01) for form in ("planes", "coded")]
+    count = threads.num_threads()
+    title = f"{size:,} float32, kernels {active.isa()}, {count} thread{'s' * (count > 1)}"
+    table = Table("codec", title=title, box=box.SIMPLE, padding=(0, 0, 0, 1))
+    for column in ("kept", "encode / add", "decode_add / add", "ratio", "/ entropy"):
+        table.add_column(column, justify="right")
+    console = Console()
+    for codec, form, density in track([*cases, ("ternary", "", 0)], "codecs", transient=True):
+        if codec == "ternary":
+            row = _bench.ternary(size, rounds)
+        else:
+            row = _bench.fec(size, density, form, rounds)
+        times = ["{:.2f} ({:.2f}-{:.2f})".format(*row[key]) for key in ("encode", "decode_add")]
+        entropy = f"{row['entropy']:.2f}" if "entropy" in row else ""
+        kept = f"{density:.0%}" if density else ""
+        table.add_row(f"{codec} {form}", kept, *times, f"{row['ratio']:.1f}", entropy)
+    console.print(table)
+    click.echo(f"  the add took {row['add_ms']:.2f} ms")
+    if not step:
+        return
+    with Progress(transient=True) as bar:
+        task = bar.add_task("exchanges", total=None)
+        try:
+            for said in _bench.steps(name, 2 * rounds):
+                if isinstance(said, tuple):
+                    bar.update(task, completed=said[0], total=said[1])
+        except RuntimeError as error:
+            raise click.ClickException(str(error)) from error
+    table = Table("compression", title=f"{name}, 2 processes here, one exchange", box=box.SIMPLE)
+    for column in ("ms", "from - to", "MB sent", "values sent", "none / this"):
+        table.add_column(column, justify="right")
+    for row in said:
+        table.add_row(
+            *(row["compressor"], f"{row['milliseconds']:.1f}"),
+            "{:.1f} - {:.1f}".format(*row["spread"]),
+            *(f"{row['bytes'] / 1e6:.3f}", f"{row['density']:.2%}"),
+            f"{row['faster_than']['none']:.2f}",
+        )
+    console.print(table)
