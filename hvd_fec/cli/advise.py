@@ -27,11 +27,12 @@ def read(path: Union[str, Path]) -> Dict[str, np.ndarray]:
         ValueError: it is no such file; the text says why.
     """
     try:
-        saved = np.load(path, allow_pickle=False)
-        if isinstance(saved, np.ndarray):
-            raise ValueError("it is a single array; save one for each tensor with numpy.savez")
-        with saved:
-            gradients = {name: saved[name] for name in saved.files}
+        with open(path, "rb") as file:  # np.load leaves a torn file open
+            saved = np.load(file, allow_pickle=False)
+            if isinstance(saved, np.ndarray):
+                raise ValueError("it is a single array; save one for each tensor with numpy.savez")
+            with saved:
+                gradients = {name: saved[name] for name in saved.files}
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
         raise ValueError(f"{path}: torn, or not a .npz file ({error})") from error
     except ValueError as error:

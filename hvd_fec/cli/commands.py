@@ -45,6 +45,14 @@ def doctor():
     )
 
 
+def _need_kernels():
+    """Ends the command if they cannot be used; doctor, which says why, does without this."""
+    try:
+        import hvd_fec.codecs  # noqa: F401
+    except (ImportError, ValueError) as error:
+        raise click.ClickException(f"{error} (see hvd-fec doctor)") from error
+
+
 class Bandwidth(click.ParamType):
     """Bytes per second, from a text such as ``1gbit``."""
 
@@ -83,6 +91,7 @@ def advise(files, name, bandwidth, workers, threshold, plot):
     FILE is an .npz of one step's gradients, one array per tensor, as the recipes save them with
     --save-gradients. Give some steps, a FILE each: gradients differ much from batch to batch.
     """
+    _need_kernels()
     from hvd_fec.cli import advise as _advise
     from hvd_fec.cli import sets
 
@@ -137,6 +146,7 @@ def inspect(file):
 
     FILE is read to its end and proven sound; what is damaged or foreign is an error.
     """
+    _need_kernels()
     from hvd_fec.cli import contents
 
     try:
@@ -183,6 +193,7 @@ def bench(size, rounds, step, name):
     Times of codecs are ratios to an in-place add of the same arrays, with the smallest and the
     largest in brackets: they move what an encoder with error feedback has to move.
     """
+    _need_kernels()
     from hvd_fec import threads
     from hvd_fec.cli import bench as _bench
     from hvd_fec.cli import sets
