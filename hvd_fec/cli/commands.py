@@ -86,7 +86,7 @@ class Bandwidth(click.ParamType):
 )  # fmt: skip
 @click.option("--plot", type=click.Path(dir_okay=False), help="draw step time over bandwidth there")
 def advise(files, name, bandwidth, workers, threshold, plot):
-    """Predict the exchange of every compressor for your gradients and network.
+    """Predict the exchange of every compressor, and recommend one.
 
     FILE is an .npz of one step's gradients, one array per tensor, as the recipes save them with
     --save-gradients. Give some steps, a FILE each: gradients differ much from batch to batch.
@@ -188,10 +188,10 @@ def inspect(file):
 @click.option("--step", is_flag=True, help="also exchange gradients between two processes here")
 @click.option("--set", "name", default="20x100k", show_default=True, help="what they exchange")
 def bench(size, rounds, step, name):
-    """Measure the codecs on this machine and, with --step, whole exchanges.
+    """Measure codecs and exchanges on this machine.
 
-    Times of codecs are ratios to an in-place add of the same arrays, with the smallest and the
-    largest in brackets: they move what an encoder with error feedback has to move.
+    Codecs are timed against an in-place add of the same arrays, which moves what an encoder with
+    error feedback has to move: median, smallest and largest ratio.
     """
     _need_kernels()
     from hvd_fec import threads
