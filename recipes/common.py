@@ -5,6 +5,7 @@ Keras and the compressors.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -20,7 +21,7 @@ import data
 import horovod.tensorflow.keras as hvd
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import broadcast_object, broadcast_variables, grouped_allreduce
+from horovod.tensorflow import broadcast_object, broadcast_variables
 from tensorflow import keras
 
 import hvd_fec
@@ -113,6 +114,11 @@ def option_parser(description, *, epochs, batch_size, lr, warmup_epochs=0):
     add("--checkpoint", metavar="DIR", help="save the training there, and resume what is there")
     add("--checkpoint-steps", type=_positive, help="save so often; always after an epoch")
     add(
+        "--deterministic",
+        action="store_true",
+        help="the same weights from every run, to the last bit; operations may be slower",
+    )
+    add(
         "--save-gradients",
         metavar="DIR",
         help=f"at the end write rank 0's gradients of {SAVED_STEPS} steps here, for hvd-fec advise",
@@ -137,6 +143,8 @@ def start(args):
     _share_devices()
     tf.get_logger().setLevel("ERROR")  # Keras would warn that tests take longer than steps
     keras.utils.set_random_seed(args.seed)  # Python, NumPy and TensorFlow at once
+    if args.deterministic:
+        tf.config.experimental.enable_op_determinism()
     keras.mixed_precision.set_global_policy(args.precision)
     if hvd.size() == 1:
         say("One process: nothing is exchanged, so nothing is compressed.")
@@ -362,7 +370,13 @@ def train(model, optimizer, source, args, *, recipe, settings=None, origin):
     callbacks.append(report)
     if args.checkpoint:
         same = {"recipe": recipe, "ranks": hvd.size(), "seed": args.seed, "steps": source.steps}
-        saver = checkpoint.Saver(args.checkpoint, {**same, **settings}, args.checkpoint_steps)
+        saver = checkpoint.Saver(
+            args.checkpoint,
+            {**same, **settings},
+            args.checkpoint_steps,
+            # Horovod's own compressors hold nothing back.
+            compressor if hasattr(compressor, "state_dict") else None,
+        )
         callbacks.append(saver)
         done = _resume(saver, model)
         saver.step = report.step = report.first = done
@@ -390,6 +404,7 @@ def train(model, optimizer, source, args, *, recipe, settings=None, origin):
         "epochs": args.epochs,
         "steps": args.epochs * source.steps,
         **report.result(),
+        "weights_sha256": sha256(model),
         "data": origin,
         "seed": args.seed,
     }
@@ -427,9 +442,21 @@ def _resume(saver, model):
     done, problem = broadcast_object((done, problem), root_rank=0)
     if problem:
         fail(problem)
+    try:
+        restored = saver.restore_residuals(model)
+    except checkpoint.CheckpointError as error:
+        fail(error)
     if done:
-        say(f"resumed at step {done} from {saver.path}")
+        say(f"resumed at step {done} from {saver.path}{', with residuals' * restored}")
     return done
+
+
+def sha256(model):
+    """A hash of all weights: two runs that print the same have trained the same model."""
+    digest = hashlib.sha256()
+    for weight in model.get_weights():
+        digest.update(weight.tobytes())
+    return digest.hexdigest()
 
 
 def traffic(compressor, variables, steps):
@@ -471,22 +498,6 @@ def accuracy(model, source):
     return float(hvd.allreduce(np.int64(correct), op=hvd.Sum)) / source.test_total
 
 
-def average_statistics(model):
-    """Set batch normalization's moving averages to their mean over ranks.
-
-    They are the only weights that ranks do not share: each has seen its own batches.
-    """
-    own = [
-        variable
-        for layer in model.submodules
-        if isinstance(layer, keras.layers.BatchNormalization)
-        for variable in (layer.moving_mean, layer.moving_variance)
-    ]
-    if own and hvd.size() > 1:
-        for variable, mean in zip(own, grouped_allreduce([v.value() for v in own])):
-            variable.assign(mean)
-
-
 class Report(keras.callbacks.Callback):
     """Tests the model after every epoch and as often as asked, and prints a line on rank 0.
 
@@ -525,7 +536,7 @@ class Report(keras.callbacks.Callback):
         total = self._mean * self._batches
         loss = (total - self._summed) / (self._batches - self._counted)
         self._summed, self._counted = total, self._batches
-        average_statistics(self.model)
+        checkpoint.average_statistics(self.model)
         dense, sent = traffic(
             self._compressor, self.model.trainable_variables, self.step - self.first
         )

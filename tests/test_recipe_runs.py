@@ -92,6 +92,28 @@ def test_imagenet_resumes_after_a_kill(tmp_path):
     assert result["data"] == "tree" and np.isfinite(result["loss"])
 
 
+def test_resumed_training_ends_as_if_never_killed(tmp_path):
+    """Killed in an epoch, at a step that nobody chose: the same weights to the last bit."""
+    command = ["recipes/mnist.py", "--compression", "fec", "--threshold", -7, "--deterministic"]
+    command += ["--epochs", 6]
+    saving = [*command, "--checkpoint", tmp_path, "--checkpoint-steps", 3]
+
+    def saved():
+        files = (tmp_path / "residuals").glob("*-rank-1-*.npz")
+        return max((int(file.name.split("-")[1]) for file in files), default=0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HVD_FEC_DATA_DIR", "")
+        kill_when(lambda: saved() >= 15, 2, *saving)
+        whole = summary(horovodrun(2, *command))
+        output = horovodrun(2, *saving)
+    resumed = summary(output)
+    assert 12 <= resumed["first_step"] < resumed["steps"] == 66
+    assert "checkpoint.npz, with residuals" in output and "Warning" not in output
+    assert whole["first_step"] == 0 and whole["weights_sha256"] == resumed["weights_sha256"]
+    assert resumed["ratio"] > 10
+
+
 def kill_when(condition, ranks, *command):
     """Start a command, and once the condition holds kill its ranks, who cannot clean up then."""
     command = [RUN, "-np", str(ranks), sys.executable, *map(str, command)]
