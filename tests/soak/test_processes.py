@@ -1,0 +1,38 @@
+"""Fifty times Ctrl-C, and the faults that ``tests/test_interrupted.py`` leaves out."""
+
+import random
+import time
+
+import pytest
+from test_interrupted import Job, check_fault
+
+TIMES = 50
+
+
+@pytest.mark.parametrize(
+    "fault, error", [("raise", "Horovod has been shut down"), ("stop", "Horovod.*[Tt]imed out")]
+)
+def test_fault(tmp_path, fault, error):
+    print(check_fault(tmp_path, fault, error))
+
+
+def test_ctrl_c_at_random_times(tmp_path):
+    """Every job goes on from the checkpoint of the one before."""
+    rng = random.Random(0)
+    begun = time.monotonic()
+    job = Job(tmp_path)
+    job.wait_for("rank 1: step 1\n")
+    start_up = time.monotonic() - begun
+    trained, restored = 0, 0
+    for _ in range(TIMES):
+        time.sleep(rng.uniform(0, 1.5 * start_up))  # some while starting, some in training
+        job.interrupt()
+        output = job.finish()
+        trained += "rank 1: step" in output
+        restored += output.count(": restored")
+        assert job.check_checkpoint() == 2
+        job = Job(tmp_path)
+    job.interrupt()
+    job.finish()
+    print(f"{TIMES} interrupts, {trained} of them in training, {restored} ranks restored")
+    assert trained > TIMES / 10 and restored >= 2 * (trained - 1)
