@@ -22,6 +22,7 @@ BASE := .venv/.base
 HOROVOD := .venv/.horovod
 EXTENSION := .venv/.extension
 TOOLS := .venv/.tools
+FUZZER := .venv/.fuzzer
 
 HOROVOD_LOG := .venv/horovod-build.log
 EXTENSION_LOG := .venv/extension-build.log
@@ -45,7 +46,7 @@ demo: $(HOROVOD) $(EXTENSION) ## Train on two processes; DATA_DIR=folder to use 
 test: $(HOROVOD) $(EXTENSION) $(TOOLS) ## Run the tests; PYTEST_ARGS=... goes to pytest
 	$(strip $(BIN)/python -m pytest $(PYTEST_ARGS))
 
-soak: $(HOROVOD) $(EXTENSION) $(TOOLS) ## Run the tests that take hours; PYTEST_ARGS=... goes to pytest
+soak: $(HOROVOD) $(EXTENSION) $(TOOLS) $(FUZZER) ## Run the tests that take hours; PYTEST_ARGS=... goes to pytest
 	$(strip $(BIN)/python -m pytest -v -s tests/soak $(PYTEST_ARGS))
 
 lint: $(TOOLS) ## Check style and types
@@ -90,6 +91,11 @@ $(EXTENSION): $(BASE) $(EXTENSION_SOURCES) $(if $(wildcard hvd_fec/_ext/_kernels
 	@echo 'hvd_fec: building the extension'
 	@$(PIP) install -v --no-build-isolation --no-deps -e . >$(EXTENSION_LOG) 2>&1 \
 		|| { echo 'hvd_fec: building the extension failed; see $(EXTENSION_LOG)' >&2; exit 1; }
+	@touch $@
+
+$(FUZZER): $(BASE) requirements/soak.txt
+	@echo 'hvd_fec: installing the fuzzer'
+	@$(PIP) install -q -r requirements/soak.txt
 	@touch $@
 
 $(TOOLS): $(BASE) requirements/test.txt

@@ -126,8 +126,12 @@ ternary_radix ternary_radix_of(uint64_t ranks)
 #define NAME_SUFFIX avx512
 #define VECTOR512
 #define VECTOR_BYTES 64
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,popcnt," \
-                                     "prefer-vector-width=512")))
+#define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,popcnt"
+#ifdef __clang__ /* ignores an attribute with words that it does not know */
+#define TARGET __attribute__((target(AVX512)))
+#else
+#define TARGET __attribute__((target(AVX512 ",prefer-vector-width=512")))
+#endif
 #include "kernels_template.h"
 #include "coded_template.h"
 #include "ternary_template.h"
