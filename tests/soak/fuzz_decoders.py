@@ -2,7 +2,7 @@
 
     python tests/soak/fuzz_decoders.py CORPUS -max_total_time=600
 
-Any bytes are decoded or refused with the error that is documented. What is covered is counted in the
+Any bytes are decoded or refused with the documented error. What is covered is counted in the
 package's Python, in which the NumPy kernels are twins of the compiled ones, branch by branch.
 """
 
