@@ -66,14 +66,16 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
         return self.said()
 
-    def running(self):
+    def running(self) -> list:
         """Processes that have inherited this job's mark."""
+        found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if self.mark.encode() in (folder / "environ").read_bytes():
-                    yield int(folder.name)
+                    found.append(int(folder.name))
             except OSError:  # not ours, or gone
                 pass
+        return found
 
     def check_checkpoint(self) -> int:
         """How many ranks have residuals on disk; each can be restored."""
