@@ -88,20 +88,20 @@ class Job:
         return len(paths)
 
 
-def check_fault(folder, fault, error):
-    """Rank 1 has the fault; rank 0 must say ``error``, and soon."""
+def check_fault(folder, fault):
+    """Rank 1 has the fault; rank 0 must get Horovod's error, and soon."""
     job = Job(folder, fault)
     output = job.finish()
     assert "rank 0: step 9" in output and "rank 0: step 10" not in output
     told = re.search(r"rank 0: (\w+) after ([\d.]+) s: (.*)", output)
-    assert told and re.search(error, told[3]), output[-5000:]
+    assert told and "Horovod has been shut down" in told[3], output[-5000:]
     assert float(told[2]) < 10 * GLOO_TIMEOUT  # far from forever, on a busy machine as well
     assert job.check_checkpoint() == 2
-    return told[0]
+    return f"{fault}: rank 0 waited {told[2]} s"
 
 
 def test_a_killed_rank_ends_the_job(tmp_path):
-    print(check_fault(tmp_path, "kill", "Horovod"))
+    print(check_fault(tmp_path, "kill"))
 
 
 def test_ctrl_c_twice(tmp_path):

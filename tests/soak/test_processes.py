@@ -9,11 +9,9 @@ from test_interrupted import Job, check_fault
 TIMES = 50
 
 
-@pytest.mark.parametrize(
-    "fault, error", [("raise", "Horovod has been shut down"), ("stop", "Horovod.*[Tt]imed out")]
-)
-def test_fault(tmp_path, fault, error):
-    print(check_fault(tmp_path, fault, error))
+@pytest.mark.parametrize("fault", ["raise", "stop"])
+def test_fault(tmp_path, fault):
+    print(check_fault(tmp_path, fault))
 
 
 def test_ctrl_c_at_random_times(tmp_path):
