@@ -219,7 +219,7 @@ class CompressorCheckpoint(keras.callbacks.Callback):
             others = sorted({(s, n) for _, s, _, n in self._files()})
             there = ", ".join(f"step {s} of {n} ranks" for s, n in others) or "nothing"
             if others or step:
-                lack = f"{self.folder} has {there}, but no {self._path(step).name}"
+                lack = f"there is no {self._path(step)}; the folder has {there}"
         except checkpoint.MismatchError as error:
             lack = str(error)
         except checkpoint.CheckpointError as error:

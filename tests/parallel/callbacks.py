@@ -292,12 +292,22 @@ def renamed(folder):
 @pytest.mark.parametrize(
     "change, step, compressor, text",
     [
-        (lacking, 20, None, f"rank {LAST}: .* has step 20 of .*, but no step-20-rank-{LAST}-of"),
-        (other_number, 20, None, f"step 20 of {SIZE + 1} ranks, but no step-20-rank-0-of-{SIZE}"),
+        (
+            lacking,
+            20,
+            None,
+            f"rank {LAST}: there is no .*step-20-rank-{LAST}-of.*; the folder has step 20 of",
+        ),
+        (
+            other_number,
+            20,
+            None,
+            f"no .*step-20-rank-0-of-{SIZE}.npz; the folder has step 20 of {SIZE + 1} ranks",
+        ),
         (lambda folder: None, 20, hvd_fec.FEC(-7), "'threshold': -9, .* not {'threshold': -7"),
         (lambda folder: None, 20, hvd_fec.Ternary(), "compressor FEC, not Ternary"),
-        (lambda folder: None, 19, None, "model is at step 19, .* has step 20 of"),
-        (lambda folder: None, 0, None, "model is at step 0, .* has step 20 of"),
+        (lambda folder: None, 19, None, "model is at step 19, .* folder has step 20 of"),
+        (lambda folder: None, 0, None, "model is at step 0, .* folder has step 20 of"),
         (renamed, 21, None, "is of step 20, not 21"),
     ],
     ids=["lacking", "ranks", "setting", "compressor", "step", "new", "renamed"],
