@@ -53,6 +53,13 @@ class Job:
         """Ctrl-C: the signal goes to all of the terminal's foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
+    def ends_within(self, seconds) -> bool:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def finish(self, seconds=240) -> str:
         """All that it has said; nothing of it is left running."""
         try:

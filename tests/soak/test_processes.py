@@ -21,16 +21,25 @@ def test_ctrl_c_at_random_times(tmp_path):
     job = Job(tmp_path)
     job.wait_for("rank 1: step 1\n")
     start_up = time.monotonic() - begun
-    trained, restored = 0, 0
+    trained, restored, again = 0, 0, 0
     for _ in range(TIMES):
         time.sleep(rng.uniform(0, 1.5 * start_up))  # some while starting, some in training
         job.interrupt()
+        while not job.ends_within(60):  # as a person would
+            print("Ctrl-C again, after", job.said()[-500:])
+            job.interrupt()
+            again += 1
         output = job.finish()
         trained += "rank 1: step" in output
         restored += output.count(": restored")
         assert job.check_checkpoint() == 2
         job = Job(tmp_path)
+    job.wait_for("rank 1: step")
     job.interrupt()
     job.finish()
-    print(f"{TIMES} interrupts, {trained} of them in training, {restored} ranks restored")
+    print(
+        f"{TIMES} interrupts, {trained} of them in training, {restored} ranks restored, "
+        f"{again} times Ctrl-C again"
+    )
+    assert again < TIMES / 10
     assert trained > TIMES / 10 and restored >= 2 * (trained - 1)
