@@ -24,9 +24,11 @@ def test_ctrl_c_at_random_times(tmp_path):
     trained, restored, again = 0, 0, 0
     for _ in range(TIMES):
         time.sleep(rng.uniform(0, 1.5 * start_up))  # some while starting, some in training
+        starting = not job.said()
         job.interrupt()
-        while not job.ends_within(60):  # as a person would
-            print("Ctrl-C again, after", job.said()[-500:])
+        # Horovod's launcher may swallow it while it starts; a person would press it again.
+        while not job.ends_within(30):
+            assert starting, job.said()[-5000:]
             job.interrupt()
             again += 1
         output = job.finish()
@@ -41,5 +43,5 @@ def test_ctrl_c_at_random_times(tmp_path):
         f"{TIMES} interrupts, {trained} of them in training, {restored} ranks restored, "
         f"{again} times Ctrl-C again"
     )
-    assert again < TIMES / 10
+    assert again < TIMES / 4
     assert trained > TIMES / 10 and restored >= 2 * (trained - 1)
