@@ -76,10 +76,10 @@ class BatchCompressor(Compressor, ABC):
         """What training with this compressor needs to go on as if it had never stopped.
 
         Returns:
-            ``{"residuals": {key: float32 array of shape (size,)}, "steps": {label: int}}``, copies,
-            of this rank: every rank has its own. Take it between two steps.
+            ``{"residuals": {key: float32 array of shape (size,)}, "steps": {label: int}, "control":
+            list}``, copies, of this rank: every rank has its own. Take it between two steps.
         """
-        return {"residuals": self.residuals.state(), "steps": {}}
+        return {"residuals": self.residuals.state(), "steps": {}, "control": []}
 
     def load_state_dict(self, state: Mapping) -> None:
         """Go on from what :meth:`state_dict` returned on this rank.
@@ -90,10 +90,10 @@ class BatchCompressor(Compressor, ABC):
         Raises:
             ValueError: ``state`` is not the state of a compressor.
         """
-        if set(state) != {"residuals", "steps"}:
+        if set(state) != {"residuals", "steps", "control"}:
             raise ValueError(
-                f"a compressor's state has the keys 'residuals' and 'steps', not {sorted(state)}: "
-                "pass what state_dict() returned"
+                "a compressor's state has the keys 'control', 'residuals' and 'steps', not "
+                f"{sorted(state)}: pass what state_dict() returned"
             )
         self.residuals.restore(state["residuals"])
 
@@ -191,16 +191,16 @@ class BatchCompressor(Compressor, ABC):
         self._stats.add(names, arrays, sent, tally)
         for name, array in zip(names, arrays):
             if self._stats.wants_norms(name):
-                self._stats.add_norms(name, _norm(array), self._residual_norm(name, array.size))
+                self._stats.add_norms(name, norm(array), self._residual_norm(name, array.size))
 
     def _residual_norm(self, name, size: int) -> float:
         if not self.error_feedback:
             return 0.0
         with self.residuals.use(name, size) as residual:
-            return _norm(residual)
+            return norm(residual)
 
 
-def _norm(array: np.ndarray) -> float:
+def norm(array: np.ndarray) -> float:
     """Euclidean norm."""
     return float(np.linalg.norm(array.reshape(-1).astype(np.float32, copy=False)))
 
@@ -235,6 +235,7 @@ class Exchange:
         self.tensors = [entry.tensor for entry in entries]
         self.sizes = [tensor.shape.num_elements() for tensor in self.tensors]
         self.dtypes = [tensor.dtype for tensor in self.tensors]
+        self.dense_bytes = sum(s * d.size for s, d in zip(self.sizes, self.dtypes))
         self.token_bytes = batch.token.dtype.size * 2 * len(entries)
         self.name = _collective_name(entries)
         self.label = self.name or "/".join(

@@ -42,3 +42,21 @@ def find(compressor, tensor) -> CallSite:
                 if grad is tensor:
                     return site._replace(variable=variable, index=index)
     return site
+
+
+def momentum_of_optimizer() -> Optional[str]:
+    """What of an optimizer up the stack accumulates gradients, in words; None if nothing does or
+    no optimizer is there."""
+    frame: Optional[FrameType] = sys._getframe(1)
+    for _ in range(_DEPTH):
+        frame = frame and frame.f_back
+        if frame is None:
+            return None
+        optimizer = frame.f_locals.get("self")
+        if not hasattr(optimizer, "apply_gradients"):
+            continue
+        for name in ("momentum", "_momentum", "beta_1"):  # Keras's, its legacy SGD's, Adam's
+            value = getattr(optimizer, name, None)
+            if isinstance(value, (bool, float, int)) and value:
+                return f"{name.lstrip('_')}={value}"
+    return None

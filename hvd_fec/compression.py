@@ -4,6 +4,7 @@ import hashlib
 import math
 import os
 import threading
+import warnings
 from abc import abstractmethod
 from functools import partial
 from numbers import Real
@@ -13,13 +14,21 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_fec import exchange, wire
+from hvd_fec import callsite, exchange, wire
 from hvd_fec.batching import BatchCompressor
+from hvd_fec.batching import norm as _norm
 from hvd_fec.codecs import FecCodec, TernaryCodec
 from hvd_fec.codecs.arrays import each
 from hvd_fec.codecs.ternary import Survey, gathers, survey
+from hvd_fec.control import SAMPLE, Plan, ThresholdControl
 from hvd_fec.cost import two_shot_pays
 from hvd_fec.survey import failed_row, fingerprint, read, row
+
+_BITS_RATIO = 6.4
+_GENTLEST = 8.0
+"""Ratio at which a warm-up begins: planes can hardly be larger."""
+_SMALL = 1 << 14
+_BYTES_PER_VALUE = 2.25  # of planes with one value in a thousand or more
 
 
 class FEC(BatchCompressor):
@@ -31,12 +40,17 @@ class FEC(BatchCompressor):
     feedback what was not sent is added to the next gradient of the same variable. The bytes and
     the quantiser are those of :class:`hvd_fec.codecs.FecCodec`.
 
+    How much is sent follows from one of ``threshold``, ``ratio`` and ``density``. With the latter
+    two each rank finds a threshold for all its tensors, anew in every step
+    (:class:`hvd_fec.control.ThresholdControl`).
+
     Args:
         threshold: keep a value when its magnitude is at least ``2**threshold``; an integer in the
-            published scheme, but any number from -126 to 113 will do.
+            published scheme, but any number from -126 to 113 will do. -9 if nothing else is given.
         error_feedback: keep residuals. Without them what is below the threshold is lost.
         min_size: tensors of fewer elements go through Horovod uncompressed, as do integer tensors
-            and tensors whose size is not known when the graph is built.
+            and tensors whose size is not known when the graph is built. By default 1024 with a
+            threshold, and 1 with a ratio or a density, which are to hold for the whole model.
         process_set: exchange in this process set; by default in the one that Horovod reduces in.
         exchange: ``"allgather"`` sends every payload to every rank: exact, and each rank receives
             as many payloads as there are ranks. ``"twoshot"`` has each rank average one slice of
@@ -45,109 +59,238 @@ class FEC(BatchCompressor):
             :func:`hvd_fec.cost.two_shot_pays`.
         form: ``"planes"``, or ``"coded"`` for fewer bytes and more work: see
             :class:`hvd_fec.codecs.FecCodec`. Ranks may differ in it.
+        ratio: send so many times fewer bytes than the gradients have, above 6.4 (5 bits a value),
+            over all tensors and headers, and all steps. May be set anew at any time.
+        density: send this share of the values, above 0 and at most 0.5. May be set anew.
+        warmup_steps: steps in which the compression grows to ``ratio`` or ``density``, by an equal
+            factor each.
+        momentum: accumulate the gradients with this momentum before they are selected, and give
+            the optimizer none (momentum correction; Lin et al. 2018, "Deep Gradient Compression",
+            arXiv 1712.01887). 0 for none. It takes one more float32 per element.
+        nesterov: Nesterov's momentum.
+        masking: drop the momentum of a value that was sent (momentum factor masking, in the same
+            paper), so that stale momentum does not carry on.
+        clip_norm: scale the gradients of an exchange down to a norm of this over sqrt(ranks)
+            before they are accumulated (local gradient clipping, in the same paper).
 
     Raises:
-        ValueError: an argument is out of range; in use, an op other than Sum or Average, or a
-            process set that is not Horovod's.
+        ValueError: an argument is out of range, or two that exclude each other; in use, an op
+            other than Sum or Average, or a process set that is not Horovod's.
     """
 
     def __init__(
         self,
-        threshold: float = -9,
+        threshold: Optional[float] = None,
         error_feedback: bool = True,
-        min_size: int = 1024,
-        process_set: Optional[hvd.ProcessSet] = None,
+        min_size: Optional[int] = None,
+        process_set=None,
         exchange: str = "auto",
         form: str = "planes",
-    ) -> None:
+        *,
+        ratio: Optional[float] = None,
+        density: Optional[float] = None,
+        warmup_steps: int = 0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        masking: bool = True,
+        clip_norm: Optional[float] = None,
+    ):
+        given = [v is not None for v in (threshold, ratio, density)]
+        if sum(given) > 1:
+            raise ValueError(
+                f"threshold={threshold!r}, ratio={ratio!r} and density={density!r} exclude each "
+                "other: give one of them"
+            )
         if exchange not in ("auto", "allgather", "twoshot"):
             raise ValueError(f"exchange must be 'auto', 'allgather' or 'twoshot', not {exchange!r}")
-        super().__init__(error_feedback, min_size, process_set)
-        self._codec = FecCodec(threshold, form)
+        if not _is_number(warmup_steps) or int(warmup_steps) != warmup_steps or warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be a non-negative integer, not {warmup_steps!r}")
+        if not _is_number(momentum) or not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be from 0 to below 1, not {momentum!r}")
+        if nesterov and not momentum:
+            raise ValueError("nesterov=True needs a momentum above 0")
+        if momentum and not error_feedback:
+            raise ValueError("momentum is accumulated in residuals: it needs error_feedback=True")
+        if clip_norm is not None and not (_is_number(clip_norm) and 0 < clip_norm < math.inf):
+            raise ValueError(f"clip_norm must be None or a positive number, not {clip_norm!r}")
+        controlled = ratio is not None or density is not None
+        if warmup_steps and not controlled:
+            raise ValueError("warmup_steps needs a ratio or a density to warm up to")
+        super().__init__(
+            error_feedback,
+            (1 if controlled else 1024) if min_size is None else min_size,
+            process_set,
+        )
+        self._codec = FecCodec(-9 if threshold is None else threshold, form)
+        self._ratio: Optional[float] = None
+        self._density: Optional[float] = None
+        self._controls: List[ThresholdControl] = []
+        if controlled:
+            # Of payloads, and of the means in two shots; in bytes, or in values.
+            cost = _BYTES_PER_VALUE if density is None else 1.0
+            self._controls = [ThresholdControl(cost), ThresholdControl(cost)]
+            if density is None:
+                self.ratio = ratio
+            else:
+                self.density = density
         self.exchange = exchange
+        self.warmup_steps = int(warmup_steps)
+        self.momentum, self.nesterov, self.masking = float(momentum), bool(nesterov), bool(masking)
+        self.clip_norm = None if clip_norm is None else float(clip_norm)
+        self._warned_momentum = False
 
     @property
-    def threshold(self) -> float:
-        """Exponent of the smallest kept magnitude."""
-        return self._codec.threshold
+    def threshold(self) -> Optional[float]:
+        """Exponent of the smallest kept magnitude: of all steps, or, where it follows from a ratio
+        or a density, of the last one; None before that."""
+        return self._controls[0].exponent if self._controls else self._codec.threshold
+
+    @property
+    def ratio(self) -> Optional[float]:
+        """Gradient bytes over bytes to send, or None. May be set in mid-training, on each rank for
+        itself, if it was given at first."""
+        return self._ratio
+
+    @ratio.setter
+    def ratio(self, value: float) -> None:
+        self._check_settable(self._density, "ratio")
+        if not _is_number(value) or not _BITS_RATIO < value < math.inf:
+            raise ValueError(
+                f"ratio must be above {_BITS_RATIO}, which is what 5 bits a value give, not "
+                f"{value!r}"
+            )
+        self._ratio = float(value)
+
+    @property
+    def density(self) -> Optional[float]:
+        """Share of the values to send, or None. May be set as ``ratio`` may."""
+        return self._density
+
+    @density.setter
+    def density(self, value: float) -> None:
+        self._check_settable(self._ratio, "density")
+        if not _is_number(value) or not 0 < value <= 0.5:
+            raise ValueError(f"density must be above 0 and at most 0.5, not {value!r}")
+        self._density = float(value)
+
+    def _check_settable(self, other, name) -> None:
+        if not self._controls or other is not None:
+            raise ValueError(f"this compressor was not made with a {name}: make it FEC({name}=...)")
 
     def get_config(self) -> dict:
         """The settings, without the process set."""
         return {
-            "threshold": self.threshold,
+            "threshold": None if self._controls else self._codec.threshold,
             "form": self._codec.form,
             "error_feedback": self.error_feedback,
             "min_size": self.min_size,
             "exchange": self.exchange,
+            "ratio": self.ratio,
+            "density": self.density,
+            "warmup_steps": self.warmup_steps,
+            "momentum": self.momentum,
+            "nesterov": self.nesterov,
+            "masking": self.masking,
+            "clip_norm": self.clip_norm,
         }
+
+    def reset(self) -> None:
+        """Forget residuals, momentum, thresholds and counters, as for a new training run."""
+        super().reset()
+        for control in self._controls:
+            control.reset()
+
+    def state_dict(self) -> dict:
+        """As for all compressors; what the thresholds follow from under ``"control"``."""
+        return {**super().state_dict(), "control": [c.state() for c in self._controls]}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """As for all compressors."""
+        super().load_state_dict(state)
+        for control, saved in zip(self._controls, state["control"]):
+            control.restore(saved)
+
+    @tf.autograph.experimental.do_not_convert
+    def compress(self, tensor=None):
+        """As for all compressors; warns where momentum would be applied twice."""
+        if isinstance(self, FEC) and self.momentum and not self._warned_momentum:
+            kind = callsite.momentum_of_optimizer()
+            if kind:
+                self._warned_momentum = True
+                warnings.warn(
+                    f"the optimizer has {kind}, and the compressor accumulates momentum too: it "
+                    "would count twice. Make the optimizer plain SGD(learning_rate), or leave "
+                    "momentum out of the compressor",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return super().compress(tensor)
+
+    # ---- one exchange ---------------------------------------------------------------------------
 
     def _build(self, ex):
         ranks = ex.process_set.size() if ex.process_set.included() else 1
         # The graph outlives a change of an elastic job's size, and must be the same on all ranks.
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         pays = not elastic and two_shot_pays(ranks, 4 * sum(ex.sizes))
+        bundles = exchange.Bundles(ex.sizes, ex.dtypes, _SMALL if self._controls else 0)
         if self.exchange == "twoshot" or (self.exchange == "auto" and pays):
-            return self._build_two_shot(ex)
+            return self._build_two_shot(ex, bundles)
 
         def encode(names, *arrays):
-            frame, tally = self._encode(names, arrays, ex.probe)
+            names, arrays = bundles.join(names, arrays)
+            whole = [(i, slice(0, size)) for i, size in enumerate(bundles.sizes)]
+            [frame], tally = self._frames(ex, names, arrays, [whole])
             self._count(names, arrays, frame.nbytes + ex.token_bytes, tally)
             return frame
 
         def decode(names, gathered, token):
-            results = self._buffers.zeros(ex.sizes)
+            results = self._buffers.zeros(bundles.sizes)
             exchange.decode_frames(gathered, token, self._codec.decode_add, results)
-            return ex.cast(results)
+            return ex.cast(bundles.split(results))
 
         frame = tf.ensure_shape(ex.on_host(encode, ex.tensors, tf.uint8), [None])
         gathered = exchange.gather(frame, ex.name, ex.process_set)
         return ex.on_host(decode, [gathered, ex.token], ex.dtypes, "decode")
 
-    def _build_two_shot(self, ex):
+    def _build_two_shot(self, ex, bundles):
+        sizes = bundles.sizes
+
         def scatter(names, *arrays):
+            names, arrays = bundles.join(names, arrays)
             ranks = ex.process_set.size()
-            flat = [array.reshape(-1) for array in arrays]
-            try:
-                # A value that is not finite must leave the whole residual alone, not one slice.
-                finite = [self._codec.is_finite(array) for array in flat]
-            except Exception as error:  # as in _encode
-                finite = error
-            frames, tally = [], 0
-            for rank in range(ranks):
-                share = exchange.share(ex.sizes, rank, ranks)
-                frame, counted = self._encode(names, flat, ex.probe, share, finite)
-                frames.append(frame)
-                tally = tally + counted
+            shares = [exchange.share(sizes, rank, ranks) for rank in range(ranks)]
+            frames, tally = self._frames(ex, names, arrays, shares, ranks / (ranks + 1))
             sent = sum(frame.nbytes for frame in frames)
             self._count(names, arrays, sent + ex.token_bytes, tally)
             return np.concatenate(frames), np.array([f.size for f in frames], np.int32)
 
         def average(names, received):
             rank, ranks = ex.process_set.rank(), ex.process_set.size()
+            names, _ = bundles.join(names)
             try:
                 frames = wire.split_frames(received)
-                share = exchange.share(ex.sizes, rank, ranks)
+                share = exchange.share(sizes, rank, ranks)
                 means = self._buffers.zeros([piece.stop - piece.start for _, piece in share])
                 exchange.add_frames(frames, means, self._codec.decode_add, 1 / ranks)
-            except Exception as error:  # as in _encode
+            except Exception as error:  # as in _frames
                 return wire.pack_error(str(error))
             names = [names[i] and f"{names[i]}, mean of {rank}/{ranks}" for i, _ in share]
-            # Means of n independent values are sqrt(n) times smaller: this keeps as many of them.
-            codec = FecCodec(max(self.threshold - math.log2(ranks) / 2, -126), self._codec.form)
-            frame, _ = self._encode(names, means, ex.probe, codec=codec)
+            whole = [(i, slice(0, mean.size)) for i, mean in enumerate(means)]
+            [frame], _ = self._frames(ex, names, means, [whole], 1 / (ranks + 1), means=True)
             self._stats.add_sent(frame.nbytes)
             return frame
 
         def decode(names, gathered, token):
             frames = wire.split_frames(gathered)
             factor = exchange.factor_of(token, exchange.mean_probe(frames), 1)
-            results = self._buffers.zeros(ex.sizes)
+            results = self._buffers.zeros(sizes)
             for rank, frame in enumerate(frames):
-                share = exchange.share(ex.sizes, rank, len(frames))
+                share = exchange.share(sizes, rank, len(frames))
                 pieces = [results[i][piece] for i, piece in share]
                 exchange.check_frame(rank, frame, [piece.size for piece in pieces])
                 exchange.add_frames([frame], pieces, self._codec.decode_add, factor)
-            return ex.cast(results)
+            return ex.cast(bundles.split(results))
 
         frames, splits = ex.on_host(scatter, ex.tensors, [tf.uint8, tf.int32])
         frames, splits = tf.ensure_shape(frames, [None]), tf.ensure_shape(splits, [None])
@@ -156,35 +299,130 @@ class FEC(BatchCompressor):
         gathered = exchange.gather(frame, f"{ex.name}_gather", ex.process_set)
         return ex.on_host(decode, [gathered, ex.token], ex.dtypes, "decode")
 
-    def _encode(self, names, arrays, probe, share=None, finite=None, codec=None):
-        """This rank's frame, and the values and bytes in it of each tensor: of ``arrays``, or of
-        a ``share`` of them, where ``finite`` says of each whether all of it is, or why that is
-        unknown."""
-        if share is None:
-            share = [(i, slice(0, array.size)) for i, array in enumerate(arrays)]
-        finite = finite or [True] * len(arrays)
-        codec = codec or self._codec
-        tally = np.zeros((len(arrays), 2), np.int64)
+    def _frames(self, ex, names, arrays, shares, part=1.0, means=False):
+        """A frame for each of ``shares`` of ``arrays``, which make up ``part`` of what the exchange
+        sends; and of each array the values kept and the bytes in the frames, shape (arrays, 2)."""
+        tally = np.zeros((len(arrays), 3), np.int64)
         try:
-            if isinstance(finite, Exception):
-                raise finite
-            calls = [
-                partial(self._encode_one, codec, names[i], arrays[i], piece, finite[i])
-                for i, piece in share
-            ]
-            payloads = each(calls, [piece.stop - piece.start for _, piece in share])
+            accelerated = bool(self.momentum) and not means
+            finite = [True] * len(arrays)
+            if len(shares) > 1 or accelerated:
+                # A value that is not finite must leave all of a tensor's state alone.
+                finite = [self._codec.is_finite(array) for array in arrays]
+            if not means and self.clip_norm is not None and all(finite):
+                arrays = _clipped(arrays, self.clip_norm / math.sqrt(ex.process_set.size()))
+            codec = self._choose(ex, names, arrays, shares, part, means)
+            frames, usual = [], True
+            for share in shares:
+                calls = [
+                    partial(self._encode, codec, names[i], arrays[i], piece, finite[i], accelerated)
+                    for i, piece in share
+                ]
+                encoded = each(calls, [piece.stop - piece.start for _, piece in share])
+                for (i, _), (payload, above) in zip(share, encoded):
+                    header = wire.read_header(payload)
+                    tally[i] += header.kept, payload.size, above
+                    usual &= not header.flags & wire.NONFINITE
+                frames.append(wire.pack_frame(ex.probe, [payload for payload, _ in encoded]))
+            if self._controls:
+                sent = sum(frame.nbytes for frame in frames) + ex.token_bytes * (not means)
+                kept, _, above = tally.sum(axis=0).tolist()
+                amount = sent if self.density is None else kept
+                self._controls[means].count(amount, kept, above, usual)
         except Exception as error:  # every rank must hear of it, or they wait here forever
-            return wire.pack_error(f"{type(error).__name__}: {error}"), tally
-        for (i, _), payload in zip(share, payloads):
-            tally[i] += wire.read_header(payload).kept, payload.size
-        return wire.pack_frame(probe, payloads), tally
+            failed = wire.pack_error(f"{type(error).__name__}: {error}")
+            return [failed] * len(shares), tally[:, :2]
+        return frames, tally[:, :2]
 
-    def _encode_one(self, codec, name, array, piece, finite) -> np.ndarray:
+    def _choose(self, ex, names, arrays, shares, part, means) -> FecCodec:
+        """The codec of this exchange, or of its means."""
+        if not self._controls:
+            if not means:
+                return self._codec
+            # Means of n independent values are sqrt(n) times smaller: this keeps as many of them.
+            lower = self._codec.threshold - math.log2(ex.process_set.size()) / 2
+            return FecCodec(max(lower, -126), self._codec.form)
+        control = self._controls[means]
+        done = (control.enter(ex.label) + 1) / (self.warmup_steps + 1)
+        elements = sum(array.size for array in arrays)
+        if self._ratio is not None:
+            ratio = max(self._ratio ** min(done, 1), min(self._ratio, _GENTLEST))
+            headers = wire.FRAME_HEADER.size * len(shares)
+            headers += wire.HEADER.size * sum(map(len, shares))
+            bypassed = self._stats.bypassed
+            plan = Plan(
+                elements,
+                part * ex.dense_bytes / ratio,
+                headers + ex.token_bytes * (not means),
+                0.0 if means else bypassed / ratio - bypassed,
+            )
+        else:
+            assert self._density is not None
+            plan = Plan(elements, elements * min(0.5, self._density ** min(done, 1)))
+        sample = partial(self._sample, names, arrays, 0.0 if means else self.momentum)
+        return FecCodec(control.threshold(plan, sample), self._codec.form)
+
+    def _sample(self, names, arrays, momentum) -> np.ndarray:
+        """Magnitudes of what is about to be encoded: of every value, or of some."""
+        step = max(1, sum(array.size for array in arrays) // SAMPLE)
+        parts = []
+        for name, array in zip(names, arrays):
+            part = array.reshape(-1)[::step].astype(np.float32)
+            if self.error_feedback and name is not None:
+                with self.residuals.use(name, array.size) as residual:
+                    if momentum:
+                        with self.residuals.use(_velocity(name), array.size) as velocity:
+                            part = _accelerated(part, velocity[::step].copy(), self)
+                    part = part + residual[::step]
+            parts.append(np.abs(part))
+        return np.concatenate(parts)
+
+    def _encode(self, codec, name, array, piece, finite, accelerated):
+        """Payload of a piece of a tensor, and how many of its values are well above the
+        threshold."""
         flat = array.reshape(-1)[piece]
         if not self.error_feedback or name is None or not finite:
-            return codec.encode(flat)
+            return codec.encode_counting(flat)
         with self.residuals.use(name, array.size) as residual:
-            return codec.encode(flat, residual[piece])
+            if not accelerated:
+                return codec.encode_counting(flat, residual[piece])
+            with self.residuals.use(_velocity(name), array.size) as velocity:
+                velocity = velocity[piece]
+                x = _accelerated(flat.astype(np.float32), velocity, self)
+                payload, above = codec.encode_counting(x, residual[piece])
+                if self.masking:
+                    velocity[codec.decode(payload) != 0] = 0
+                return payload, above
+
+
+def _velocity(name: str) -> str:
+    """Under which name the momentum of a tensor is kept."""
+    return f"{name}, momentum"
+
+
+def _accelerated(gradient: np.ndarray, velocity: np.ndarray, fec: FEC) -> np.ndarray:
+    """Update ``velocity`` in place; returns what it adds to the residual. Both float32, finite."""
+    with np.errstate(over="ignore"):
+        if fec.nesterov:
+            velocity += gradient
+            velocity *= np.float32(fec.momentum)
+            x = velocity + gradient
+        else:
+            velocity *= np.float32(fec.momentum)
+            velocity += gradient
+            x = velocity
+    # An infinity would never leave again.
+    for array in {id(velocity): velocity, id(x): x}.values():
+        np.clip(array, -_LARGEST_STEP, _LARGEST_STEP, out=array)
+    return x
+
+
+def _clipped(arrays, norm: float):
+    """``arrays`` scaled down where their norm together is larger than ``norm``."""
+    found = math.hypot(*(_norm(array) for array in arrays))
+    if found <= norm:
+        return arrays
+    return [(array.astype(np.float32) * np.float32(norm / found)) for array in arrays]
 
 
 class _SumCompressor(BatchCompressor):

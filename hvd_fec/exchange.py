@@ -17,7 +17,7 @@ import threading
 import warnings
 from functools import partial
 from itertools import accumulate
-from typing import List, Sequence, Tuple
+from typing import Dict, Hashable, List, Optional, Sequence, Tuple
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -208,6 +208,60 @@ def share(sizes: Sequence[int], rank: int, ranks: int) -> List[Tuple[int, slice]
             pieces.append((i, piece))
         start += size
     return pieces
+
+
+class Bundles:
+    """Small tensors of a group, joined to one for each dtype, so that they share a payload.
+
+    A payload has a header of 56 bytes, as much as fourteen float32, and takes a call of its own.
+
+    Args:
+        sizes, dtypes: of the tensors.
+        small: tensors of fewer elements are joined.
+
+    Attributes:
+        sizes: elements of each bundle; a tensor that is not small is one by itself.
+    """
+
+    def __init__(self, sizes: Sequence[int], dtypes: Sequence, small: int):
+        self._sizes = list(sizes)
+        self._bundles: List[List[int]] = []
+        joined: Dict[Hashable, List[int]] = {}
+        for i, (size, dtype) in enumerate(zip(sizes, dtypes)):
+            if size < small and dtype in joined:
+                joined[dtype].append(i)
+                continue
+            self._bundles.append([i])
+            if size < small:
+                joined[dtype] = self._bundles[-1]
+        self.sizes = [sum(sizes[i] for i in bundle) for bundle in self._bundles]
+
+    def join(self, names: Sequence[Optional[str]], arrays: Optional[Sequence[np.ndarray]] = None):
+        """Names and arrays of the bundles, flat: of tensors that are not known by name, None."""
+        joined: List[Optional[str]] = []
+        for bundle in self._bundles:
+            first, last = names[bundle[0]], names[bundle[-1]]
+            if any(names[i] is None for i in bundle):
+                joined.append(None)
+            else:
+                joined.append(first if len(bundle) == 1 else f"{first} to {last}, {len(bundle)}")
+        if arrays is None:
+            return joined, None
+        flat = [array.reshape(-1) for array in arrays]
+        return joined, [
+            flat[b[0]] if len(b) == 1 else np.concatenate([flat[i] for i in b])
+            for b in self._bundles
+        ]
+
+    def split(self, results: Sequence[np.ndarray]) -> List[np.ndarray]:
+        """The tensors of bundles, as views of these."""
+        tensors: List[np.ndarray] = [np.empty(0)] * len(self._sizes)
+        for bundle, result in zip(self._bundles, results):
+            start = 0
+            for i in bundle:
+                tensors[i] = result[start : start + self._sizes[i]]
+                start += self._sizes[i]
+        return tensors
 
 
 class Buffers:

@@ -150,6 +150,12 @@ class Stats:
         with self._lock:
             self._bypassed[key] = nbytes
 
+    @property
+    def bypassed(self) -> int:
+        """Bytes of a step's tensors that go through uncompressed."""
+        with self._lock:
+            return sum(self._bypassed.values())
+
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Count time of one of ``PHASES``."""
         with self._lock:

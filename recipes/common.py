@@ -32,7 +32,13 @@ from hvd_fec.callbacks import ReplicaCheck
 COMPRESSIONS = {
     "none": lambda args: hvd.Compression.none,
     "fp16": lambda args: hvd.Compression.fp16,
-    "fec": lambda args: hvd_fec.FEC(threshold=args.threshold, exchange=args.exchange),
+    "fec": lambda args: hvd_fec.FEC(
+        args.threshold,
+        ratio=args.ratio,
+        exchange=args.exchange,
+        warmup_steps=args.ratio_warmup_steps,
+        momentum=MOMENTUM if args.momentum_correction else 0.0,
+    ),
     "ternary": lambda args: hvd_fec.Ternary(
         args.rounding, args.sparsity, args.clip_sigma, args.seed
     ),
@@ -41,6 +47,7 @@ COMPRESSIONS = {
 
 EVALUATION_BATCH = 500
 REPLICA_CHECK = 100  # steps between checks that all ranks have the same model
+MOMENTUM = 0.9
 LOSS_SCALE = 2**10  # Keras starts at 2**15, far above what the thresholds are meant for
 TERMINAL_SECONDS, LOG_SECONDS = 0.5, 10.0  # between signs of progress
 SAVED_STEPS = 16  # batches differ: by how much takes some to see
@@ -58,7 +65,20 @@ def option_parser(description, *, epochs, batch_size, lr, warmup_epochs=0):
     )
     add = parser.add_argument
     add("--compression", choices=COMPRESSIONS, default="none", help="codec in use")
-    add("--threshold", type=int, default=-7, help="fec: keep gradients from 2**THRESHOLD up")
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--threshold", type=float, help="fec: keep gradients from 2**THRESHOLD up")
+    amount.add_argument("--ratio", type=float, help="fec: send so many times fewer bytes")
+    add(
+        "--ratio-warmup-steps",
+        type=int,
+        default=0,
+        help="fec, with --ratio: steps in which the ratio grows to it",
+    )
+    add(
+        "--momentum-correction",
+        action="store_true",
+        help="fec: accumulate momentum before values are selected, not in the optimizer",
+    )
     add(
         "--exchange",
         choices=("auto", "allgather", "twoshot"),
@@ -338,7 +358,8 @@ def sgd(args, steps, *, decay=True, **settings):
     if end is not None:
         warm = min(warm, end - 1)
     rate = WarmUp(args.lr, args.lr * hvd.size(), warm, end)
-    return keras.optimizers.SGD(rate, momentum=0.9, **settings)
+    corrected = args.compression == "fec" and args.momentum_correction
+    return keras.optimizers.SGD(rate, momentum=0.0 if corrected else MOMENTUM, **settings)
 
 
 def train(model, optimizer, source, args, *, recipe, settings=None, origin):

@@ -31,11 +31,19 @@ class Holder:
 def example():
     rng = np.random.default_rng(1)
     residuals = {f"kernel[{n}]": rng.standard_normal(n, np.float32) for n in (5, 1000)}
-    return {"residuals": residuals, "steps": {"hvd_fec_a": 7}}
+    return {
+        "residuals": residuals,
+        "steps": {"hvd_fec_a": 7},
+        "control": [[-7.25, 1.5, 3, 2.0, False]],
+    }
 
 
 def same(a, b):
-    assert a["steps"] == b["steps"] and list(a["residuals"]) == list(b["residuals"])
+    assert (
+        a["steps"] == b["steps"]
+        and a["control"] == b["control"]
+        and list(a["residuals"]) == list(b["residuals"])
+    )
     for key, residual in a["residuals"].items():
         np.testing.assert_array_equal(residual, b["residuals"][key], strict=True)
 

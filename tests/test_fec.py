@@ -739,6 +739,12 @@ def test_threshold_between_octaves():
     np.testing.assert_array_equal(out, 1 + expected / 2)
 
 
+def test_values_well_above_the_threshold_are_counted():
+    x = np.float32([0.99, 1, 1.24, -1.25, -1.3, 7, 0])
+    payload, above = FecCodec(0).encode_counting(x)
+    assert (wire.read_header(payload).kept, above) == (5, 3)
+
+
 @pytest.mark.parametrize("threshold", [-9, -9.0, np.int64(-9), np.float32(-9)])
 def test_config_recreates_the_codec(threshold):
     codec = FecCodec(threshold)

@@ -59,6 +59,7 @@ LAYERS = [
         "hvd_fec._version",
         "hvd_fec.callsite",
         "hvd_fec.checkpoint",
+        "hvd_fec.control",
         "hvd_fec.feedback",
         "hvd_fec.sharding",
         "hvd_fec.stats",

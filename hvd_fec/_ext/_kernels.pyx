@@ -21,6 +21,7 @@ cdef extern from "kernels.h" nogil:
         size_t codes
         size_t signs
         uint64_t kept
+        uint64_t above
     ctypedef struct kernel_set:
         const char *name
         int (*all_finite)(const void *, int, size_t) noexcept nogil
@@ -50,7 +51,7 @@ cdef extern from "kernels.h" nogil:
     unsigned kernels_enter()
     void kernels_leave(unsigned)
 
-INTERFACE = 1
+INTERFACE = 2
 """Number of this module's interface; ``hvd_fec/codecs/kernels.py`` says when it changes."""
 CHUNK = FEC_CHUNK
 CODED = CODED_CHUNK
@@ -111,8 +112,9 @@ def fec_encode(const uint8_t[::1] x, int dtype, float[::1] residual, float lowes
                uint8_t[::1] codes, uint8_t[::1] signs, uint16_t[::1] table):
     """Encode finite ``x`` into the buffers and update ``residual`` (or None) in place.
 
-    Values from ``lowest`` up are kept. Returns (bytes of codes, bytes of signs, values kept). The
-    buffers must hold the worst case:
+    Values from ``lowest`` up are kept. Returns (bytes of codes, bytes of signs, values kept, how
+    many of these are above ``lowest`` by a quarter of its power of two). The buffers must hold the
+    worst case:
     ceil(n / 2) codes, ceil(n / 8) + chunks signs, 2 table entries per chunk.
     """
     cdef size_t n = _elements(x, dtype)
@@ -120,7 +122,7 @@ def fec_encode(const uint8_t[::1] x, int dtype, float[::1] residual, float lowes
     cdef float *r = NULL
     cdef unsigned mode
     if n == 0:
-        return 0, 0, 0
+        return 0, 0, 0, 0
     if residual is not None:
         if <size_t>residual.shape[0] != n:
             raise ValueError(f"residual has {residual.shape[0]} elements, x has {n}")
@@ -134,7 +136,7 @@ def fec_encode(const uint8_t[::1] x, int dtype, float[::1] residual, float lowes
         mode = kernels_enter()
         sizes = active.fec_encode(&x[0], dtype, r, n, lowest, &codes[0], &signs[0], &table[0])
         kernels_leave(mode)
-    return sizes.codes, sizes.signs, sizes.kept
+    return sizes.codes, sizes.signs, sizes.kept, sizes.above
 
 
 def fec_check(const uint8_t[::1] codes, const uint8_t[::1] signs, const uint16_t[::1] table,

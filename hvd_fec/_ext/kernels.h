@@ -33,6 +33,7 @@ typedef struct {
     size_t codes;   /* bytes of the code section */
     size_t signs;   /* bytes of the sign section */
     uint64_t kept;  /* values kept */
+    uint64_t above; /* of these, values well above the smallest kept magnitude */
 } fec_sizes;
 
 /* The coded form: elements of one chunk, and why a stream is not sound. */

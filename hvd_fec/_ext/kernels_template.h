@@ -182,15 +182,19 @@ static TARGET size_t NAME(select)(const float *restrict x, float *restrict r, si
     return k;
 }
 
-/* The 4-bit codes of the kept values of one chunk, in order. */
-static TARGET void NAME(codes_of)(const uint32_t *restrict value, size_t k, float smallest,
-                                  uint8_t *restrict code)
+/* The 4-bit codes of the kept values of one chunk, in order. Returns how many of these are well
+ * above the smallest kept magnitude: by a quarter of its power of two. */
+static TARGET uint32_t NAME(codes_of)(const uint32_t *restrict value, size_t k, float smallest,
+                                      uint8_t *restrict code)
 {
     const uint32_t lowest = bits_of(smallest);
+    uint32_t above = 0;
     for (size_t i = 0; i < k; i++) {
-        uint32_t c = (((value[i] & 0x7fffffffu) - lowest) >> 23) + 1;
+        uint32_t over = (value[i] & 0x7fffffffu) - lowest, c = (over >> 23) + 1;
         code[i] = (uint8_t)(c > 15 ? 15 : c);
+        above += over >= 1u << 21;
     }
+    return above;
 }
 
 static TARGET void NAME(signs_of)(const uint32_t *value, size_t k, uint8_t *signs)
@@ -264,10 +268,10 @@ static TARGET size_t NAME(code_stream)(const uint8_t *code, const int32_t *posit
     return NAME(code_tokens)(code, position, i, k, out, used, plane_len);
 }
 
-/* One chunk. The lengths of its two streams go to lengths[0..1]; returns the number kept. */
-static TARGET uint64_t NAME(fec_encode_chunk)(const void *x, int dtype, size_t start, float *r,
-                                              size_t n, float lowest, uint8_t *out,
-                                              uint8_t *signs_out, uint16_t *lengths)
+/* One chunk. The lengths of its two streams go to lengths[0..1]; its values add to the total. */
+static TARGET void NAME(fec_encode_chunk)(const void *x, int dtype, size_t start, float *r,
+                                          size_t n, float lowest, uint8_t *out, uint8_t *signs_out,
+                                          uint16_t *lengths, fec_sizes *total)
 {
     uint32_t value[FEC_CHUNK + 16];
     int32_t positions[FEC_CHUNK + 33], *position = positions + 1;
@@ -287,7 +291,8 @@ static TARGET uint64_t NAME(fec_encode_chunk)(const void *x, int dtype, size_t s
         }
     }
     memset(value + k, 0, 8 * sizeof *value);
-    NAME(codes_of)(value, k, lowest, code);
+    total->kept += k;
+    total->above += NAME(codes_of)(value, k, lowest, code);
     NAME(signs_of)(value, k, signs);
 
     const size_t plane_len = (n + 1) / 2, sign_len = (k + 7) / 8;
@@ -304,18 +309,17 @@ static TARGET uint64_t NAME(fec_encode_chunk)(const void *x, int dtype, size_t s
     if (packed == sign_len) memcpy(signs_out, signs, sign_len);
     lengths[0] = (uint16_t)used;
     lengths[1] = (uint16_t)packed;
-    return k;
 }
 
 static TARGET fec_sizes NAME(fec_encode)(const void *x, int dtype, float *residual, size_t n,
                                          float lowest, uint8_t *codes, uint8_t *signs,
                                          uint16_t *table)
 {
-    fec_sizes total = {0, 0, 0};
+    fec_sizes total = {0, 0, 0, 0};
     for (size_t start = 0; start < n; start += FEC_CHUNK) {
         size_t len = n - start < FEC_CHUNK ? n - start : FEC_CHUNK;
-        total.kept += NAME(fec_encode_chunk)(x, dtype, start, residual, len, lowest,
-                                             codes + total.codes, signs + total.signs, table);
+        NAME(fec_encode_chunk)(x, dtype, start, residual, len, lowest, codes + total.codes,
+                               signs + total.signs, table, &total);
         total.codes += table[0];
         total.signs += table[1];
         table += 2;

@@ -85,19 +85,22 @@ def _first(lowest):
 
 
 def _quantise(x, residual, lowest):
-    """5-bit codes (sign in bit 4) of x + residual; updates the residual."""
+    """5-bit codes (sign in bit 4) of x + residual, and how many are well above the lowest; updates
+    the residual."""
     smallest = np.int64(_bits(lowest))
     value = x if residual is None else x + residual
     bits = value.view(np.uint32)
     sign = bits & np.uint32(0x80000000)
     magnitude = np.minimum(bits & np.uint32(0x7FFFFFFF), np.uint32(0x7F7FFFFF))
-    code = np.clip((magnitude.astype(np.int64) - smallest >> 23) + 1, 0, 15)
+    over = magnitude.astype(np.int64) - smallest
+    code = np.clip((over >> 23) + 1, 0, 15)
     if residual is not None:
         octave = np.maximum(code - 1, 0).astype(np.uint32) << np.uint32(23)
         decoded = _bits(_first(lowest)) + octave | sign
         decoded[code == 0] = 0
         np.subtract((magnitude | sign).view(np.float32), decoded.view(np.float32), residual)
-    return (code | np.where(code > 0, sign >> 27, 0)).astype(np.uint8)
+    codes = (code | np.where(code > 0, sign >> 27, 0)).astype(np.uint8)
+    return codes, np.count_nonzero(over >= 1 << 21)
 
 
 def fec_encode(x, dtype, residual, lowest, codes, signs, table):
@@ -106,16 +109,17 @@ def fec_encode(x, dtype, residual, lowest, codes, signs, table):
         raise ValueError(f"residual has {residual.size} elements, x has {x.size}")
     if not 2.0**-126 <= lowest <= 2.0**113:
         raise ValueError(f"threshold {lowest} is outside 2**-126..2**113")
-    code_bytes = sign_bytes = kept = 0
+    code_bytes = sign_bytes = kept = above = 0
     for chunk, start in enumerate(range(0, x.size, CHUNK)):
         part = slice(start, start + CHUNK)
         with np.errstate(over="ignore", invalid="ignore"):
             part_residual = None if residual is None else residual[part]
-            quantised = _quantise(x[part], part_residual, lowest)
+            quantised, n = _quantise(x[part], part_residual, lowest)
         nibbles = np.append(quantised & 15, np.zeros(quantised.size % 2, np.uint8))
         plane = nibbles[0::2] | nibbles[1::2] << 4
         bits = (quantised >> 4)[quantised > 0]
         kept += bits.size
+        above += n
         stream = _stream(plane)
         codes[code_bytes : code_bytes + stream.size] = stream
         sign_stream = _stream(np.packbits(bits, bitorder="little"))
@@ -123,7 +127,7 @@ def fec_encode(x, dtype, residual, lowest, codes, signs, table):
         table[2 * chunk : 2 * chunk + 2] = stream.size, sign_stream.size
         code_bytes += stream.size
         sign_bytes += sign_stream.size
-    return code_bytes, sign_bytes, kept
+    return code_bytes, sign_bytes, kept, above
 
 
 def _plane(stream, size, too_long):

@@ -97,6 +97,12 @@ class FecCodec:
             TypeError: another dtype.
             ValueError: a residual of another size, dtype or layout, or sharing memory with ``x``.
         """
+        return self.encode_counting(x, residual)[0]
+
+    def encode_counting(self, x, residual: Optional[np.ndarray] = None) -> Tuple[np.ndarray, int]:
+        """As :meth:`encode`; also counts the values from ``2**threshold`` plus a quarter of its
+        power of two up. With the number of kept values, which the header has, that tells how
+        their number changes with the threshold."""
         raw, dtype, n = gradient(x)
         if residual is not None:
             residual = checked("residual", residual, n)
@@ -114,7 +120,7 @@ class FecCodec:
         """Whether all elements of ``x``, as for :meth:`encode`, are finite and fit float32."""
         return _finite(*gradient(x))
 
-    def _encode(self, raw, dtype, n, residual, bad=None) -> np.ndarray:
+    def _encode(self, raw, dtype, n, residual, bad=None) -> Tuple[np.ndarray, int]:
         itemsize = raw.size // n if n else 0
         # NaNs are taken out of a float32 copy; the header still names the caller's dtype.
         kernel_dtype = dtype if bad is None else wire.DTYPES["float32"]
@@ -180,7 +186,7 @@ class FecCodec:
         payload = np.empty(header.nbytes, np.uint8)
         header.write(payload)
         np.concatenate([*parts, nonfinite], out=payload[wire.HEADER.size :])
-        return payload
+        return payload, sum(size[3] for size in sizes)
 
     def decode(self, payload: BytesLike) -> np.ndarray:
         """The payload's values, float32 of shape (count,), whatever threshold wrote it.

@@ -9,7 +9,7 @@ import warnings
 
 from hvd_fec.codecs import _numpy
 
-INTERFACE = 1
+INTERFACE = 2
 """Raised here and in ``_kernels.pyx`` with every change to a kernel's name, arguments or results,
 so that an extension which was built from other sources is refused."""
 

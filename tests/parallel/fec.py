@@ -327,7 +327,7 @@ def test_a_rank_that_cannot_encode_stops_all_ranks_with_its_reason(monkeypatch, 
         def fail(*args):
             raise MemoryError("no room for the payload")
 
-        step = "encode" if exchange == "allgather" else "is_finite"
+        step = "encode_counting" if exchange == "allgather" else "is_finite"
         monkeypatch.setattr(compressor._codec, step, fail)
     reduce = tf.function(lambda x: hvd.allreduce(x, compression=compressor))
     with pytest.raises(Exception, match=rf"rank {SIZE - 1}: MemoryError: no room"):
@@ -658,3 +658,207 @@ def test_compression_namespace():
     assert hvd_fec.Compression.fec is fec
     result = hvd.allreduce(tf.constant(gradient(RANK, 0)), compression=fec, op=hvd.Sum, name="n")
     close(result, Expected(1.0).step([gradient(r, 0) for r in range(SIZE)]))
+
+
+MODEL = [(300, 300), *[(16, 3, 3)] * 20, *[(64,)] * 30, ()]
+
+
+def steps_of(compressor, steps, groups=True, shapes=MODEL):
+    """Exchange random gradients of unlike sizes; returns what came back in the last step."""
+    rng = np.random.default_rng(RANK)
+    scales = [np.exp(rng.standard_normal()) for _ in shapes]
+
+    @tf.function
+    def reduce(tensors):
+        if groups:
+            return hvd.grouped_allreduce(tensors, compression=compressor, name="model")
+        return [
+            hvd.allreduce(tensor, compression=compressor, name=f"tensor{i}")
+            for i, tensor in enumerate(tensors)
+        ]
+
+    for _ in range(steps):
+        results = reduce(
+            [
+                tf.constant(scale * rng.standard_normal(shape), tf.float32)
+                for shape, scale in zip(shapes, scales)
+            ]
+        )
+    return results
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "twoshot"])
+@pytest.mark.parametrize("ratio, options", [(10, {}), (50, {"momentum": 0.9}), (100, {})])
+def test_whole_run_has_the_ratio_asked_for(ratio, options, exchange):
+    compressor = hvd_fec.FEC(ratio=ratio, exchange=exchange, **options)
+    same_everywhere(*steps_of(compressor, 20))
+    assert abs(compressor.stats.ratio / ratio - 1) < 0.1
+    before = compressor.stats.totals()
+    same_everywhere(*steps_of(compressor, 20))
+    assert abs(compressor.stats.totals().since(before).ratio / ratio - 1) < 0.1
+
+
+def test_ratio_without_groups_is_that_of_the_whole_model():
+    compressor = hvd_fec.FEC(ratio=20, exchange="allgather")
+    steps_of(compressor, 20, groups=False, shapes=[(300, 300), (50, 50), (10, 100), (100, 500)])
+    assert abs(compressor.stats.ratio / 20 - 1) < 0.1
+    # one threshold for all, so the tensor of larger values sends a larger share of them
+    shares = sorted(t.density for t in compressor.stats.tensors().values())
+    assert shares[-1] > 2 * shares[0]
+
+
+def test_density_asked_for_is_sent():
+    compressor = hvd_fec.FEC(density=0.02)
+    steps_of(compressor, 20)
+    assert abs(compressor.stats.density / 0.02 - 1) < 0.1
+
+
+def test_ratio_counts_tensors_that_are_not_compressed():
+    compressor = hvd_fec.FEC(ratio=20, min_size=65)
+    steps_of(compressor, 20)
+    assert len(compressor.stats.tensors()) == 2  # the large one, and the kernels joined
+    assert abs(compressor.stats.ratio / 20 - 1) < 0.1
+
+
+def test_warm_up_grows_by_equal_factors_and_the_ratio_can_be_changed():
+    compressor = hvd_fec.FEC(ratio=100, warmup_steps=20)
+    found = []
+    for _ in range(4):
+        before = compressor.stats.totals()
+        steps_of(compressor, 10)
+        found.append(compressor.stats.totals().since(before).ratio)
+    assert found == sorted(found)
+    assert found[0] < 15 < found[1] < 90 < found[3] < 115
+    compressor.ratio = 25
+    before = compressor.stats.totals()
+    steps_of(compressor, 30)
+    assert abs(compressor.stats.totals().since(before).ratio / 25 - 1) < 0.15
+
+
+def test_out_of_reach_is_said_and_something_is_sent():
+    compressor = hvd_fec.FEC(ratio=50)
+    with pytest.warns(RuntimeWarning, match="headers alone take 92"):
+        result = steps_of(compressor, 3, shapes=[(10,)])
+    assert any(np.any(r) for r in result) and compressor.stats.density
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "twoshot"])
+def test_ratio_goes_on_bit_by_bit_after_a_restore(exchange):
+    def run(compressor, first, last):
+        results = []
+        reduce = tf.function(lambda x: hvd.allreduce(x, compression=compressor, name="t"))
+        for step in range(first, last):
+            results.append(reduce(tf.constant(gradient(RANK, step))).numpy())
+        return results
+
+    settings = {"ratio": 12, "momentum": 0.9, "exchange": exchange, "warmup_steps": 4}
+    whole = run(hvd_fec.FEC(**settings), 0, 30)
+    first, second = hvd_fec.FEC(**settings), hvd_fec.FEC(**settings)
+    run(first, 0, 18)
+    second.load_state_dict(first.state_dict())
+    np.testing.assert_array_equal(run(second, 18, 30), whole[18:])
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "twoshot"])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("masking", [False, True])
+def test_momentum_correction(exchange, nesterov, masking):
+    m = np.float32(0.75)
+    compressor = hvd_fec.FEC(
+        -126, momentum=0.75, nesterov=nesterov, masking=masking, exchange=exchange
+    )
+    codec = compressor._codec
+    reduce = tf.function(
+        lambda x: hvd.allreduce(x, op=hvd.Sum, compression=compressor, name="momentum")
+    )
+    velocities = [np.zeros(2000, np.float32) for _ in range(SIZE)]
+    residuals = [np.zeros(2000, np.float32) for _ in range(SIZE)]
+    means = np.zeros(2000, np.float32)
+    for step in range(4):
+        total = np.zeros(2000, np.float32)
+        for rank in range(SIZE):
+            g, u = gradient(rank, step, (2000,)), velocities[rank]
+            if nesterov:
+                u[:] = m * (u + g)
+                x = u + g
+            else:
+                u[:] = m * u + g
+                x = u
+            sent = codec.decode(codec.encode(x, residuals[rank]))
+            if masking:
+                u[sent != 0] = 0
+            total += sent
+        if exchange == "allgather":
+            close(reduce(tf.constant(gradient(RANK, step, (2000,)))), total)
+        else:
+            mean = codec.decode(codec.encode(total / SIZE, means))
+            close(reduce(tf.constant(gradient(RANK, step, (2000,)))), mean * SIZE, 1e-5)
+
+
+def test_momentum_survives_a_gradient_that_is_not_finite():
+    compressor = hvd_fec.FEC(-20, momentum=0.9)
+    reduce = tf.function(lambda x: hvd.allreduce(x, compression=compressor, name="bad"))
+    reduce(tf.constant(gradient(RANK, 0)))
+    before = compressor.state_dict()["residuals"]
+    bad = gradient(RANK, 1)
+    if RANK == SIZE - 1:
+        bad.reshape(-1)[3] = np.inf
+    assert np.isnan(reduce(tf.constant(bad)).numpy().reshape(-1)[3])
+    after = compressor.state_dict()["residuals"]
+    assert len(before) == 2
+    if RANK == SIZE - 1:
+        for key in before:
+            np.testing.assert_array_equal(before[key], after[key])
+
+
+def test_local_clipping():
+    compressor = hvd_fec.FEC(-126, clip_norm=2.0, error_feedback=False)
+    x = gradient(0, 0, (2000,))
+    result = hvd.allreduce(tf.constant(x), compression=compressor, name="clipped").numpy()
+    scale = 2.0 / np.sqrt(SIZE) / np.linalg.norm(x)
+    expected = compressor._codec.decode(compressor._codec.encode(x * np.float32(scale)))
+    close(result, expected)
+
+
+@pytest.mark.parametrize("make", [keras.optimizers.SGD, keras.optimizers.legacy.SGD])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_momentum_twice_is_warned_of(make, momentum, recwarn):
+    import horovod.tensorflow.keras as hvd_keras
+
+    compressor = hvd_fec.FEC(-20, momentum=0.9)
+    optimizer = hvd_keras.DistributedOptimizer(
+        make(0.1, momentum=momentum), compression=compressor, groups=1
+    )
+    model = keras.Sequential([keras.layers.Dense(1100, input_shape=(3,))])
+    model.compile(optimizer, "mse")
+    model.train_on_batch(np.ones((2, 3)), np.ones((2, 1100)))
+    said = [w for w in recwarn if "would count twice" in str(w.message)]
+    assert len(said) == bool(momentum)
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ({"ratio": 10, "threshold": -9}, "exclude each other"),
+        ({"ratio": 6}, "above 6.4"),
+        ({"ratio": float("nan")}, "above 6.4"),
+        ({"density": 0}, "above 0 and at most 0.5"),
+        ({"density": 0.6}, "above 0 and at most 0.5"),
+        ({"warmup_steps": 5}, "needs a ratio or a density"),
+        ({"ratio": 10, "warmup_steps": -1}, "non-negative integer"),
+        ({"momentum": 1.0}, "from 0 to below 1"),
+        ({"nesterov": True}, "needs a momentum"),
+        ({"momentum": 0.9, "error_feedback": False}, "needs error_feedback"),
+        ({"clip_norm": 0}, "positive number"),
+    ],
+)
+def test_arguments_of_ratio_and_momentum_are_checked(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        hvd_fec.FEC(**arguments)
+
+
+def test_ratio_cannot_be_set_where_none_was_given():
+    with pytest.raises(ValueError, match=r"make it FEC\(ratio=...\)"):
+        hvd_fec.FEC(-9).ratio = 50
+    with pytest.raises(ValueError, match=r"make it FEC\(density=...\)"):
+        hvd_fec.FEC(ratio=10).density = 0.1
