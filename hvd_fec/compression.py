@@ -133,6 +133,7 @@ class FEC(BatchCompressor):
                 self.ratio = ratio
             else:
                 self.density = density
+        self._given = self._asked()
         self.exchange = exchange
         self.warmup_steps = int(warmup_steps)
         self.momentum, self.nesterov, self.masking = float(momentum), bool(nesterov), bool(masking)
@@ -178,15 +179,15 @@ class FEC(BatchCompressor):
             raise ValueError(f"this compressor was not made with a {name}: make it FEC({name}=...)")
 
     def get_config(self) -> dict:
-        """The settings, without the process set."""
+        """The settings as given at first, without the process set."""
         return {
             "threshold": None if self._controls else self._codec.threshold,
             "form": self._codec.form,
             "error_feedback": self.error_feedback,
             "min_size": self.min_size,
             "exchange": self.exchange,
-            "ratio": self.ratio,
-            "density": self.density,
+            "ratio": self._given if self._density is None else None,
+            "density": self._given if self._ratio is None else None,
             "warmup_steps": self.warmup_steps,
             "momentum": self.momentum,
             "nesterov": self.nesterov,
@@ -202,13 +203,24 @@ class FEC(BatchCompressor):
 
     def state_dict(self) -> dict:
         """As for all compressors; what the thresholds follow from under ``"control"``."""
-        return {**super().state_dict(), "control": [c.state() for c in self._controls]}
+        control = [c.state() for c in self._controls]
+        return {**super().state_dict(), "control": control and [*control, self._asked()]}
 
     def load_state_dict(self, state: Mapping) -> None:
         """As for all compressors."""
         super().load_state_dict(state)
-        for control, saved in zip(self._controls, state["control"]):
-            control.restore(saved)
+        if self._controls and state["control"]:
+            *controls, asked = state["control"]
+            for control, saved in zip(self._controls, controls):
+                control.restore(saved)
+            if self._ratio is not None:
+                self.ratio = asked
+            else:
+                self.density = asked
+
+    def _asked(self) -> Optional[float]:
+        """Ratio or density, as set last."""
+        return self._density if self._ratio is None else self._ratio
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor=None):

@@ -4,6 +4,7 @@ Every test states its expectation in NumPy: the codec is run for all ranks on th
 decoded payloads are summed in rank order.
 """
 
+import json
 import math
 
 import horovod.tensorflow as hvd
@@ -729,7 +730,12 @@ def test_warm_up_grows_by_equal_factors_and_the_ratio_can_be_changed():
         found.append(compressor.stats.totals().since(before).ratio)
     assert found == sorted(found)
     assert found[0] < 15 < found[1] < 90 < found[3] < 115
+    config = compressor.get_config()
     compressor.ratio = 25
+    assert compressor.get_config() == config  # what a checkpoint is compared by
+    other = hvd_fec.FEC(ratio=100, warmup_steps=20)
+    other.load_state_dict(json.loads(json.dumps({**compressor.state_dict(), "residuals": {}})))
+    assert other.ratio == 25
     before = compressor.stats.totals()
     steps_of(compressor, 30)
     assert abs(compressor.stats.totals().since(before).ratio / 25 - 1) < 0.15
