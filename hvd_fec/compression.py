@@ -8,7 +8,7 @@ import warnings
 from abc import abstractmethod
 from functools import partial
 from numbers import Real
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -83,7 +83,7 @@ class FEC(BatchCompressor):
         threshold: Optional[float] = None,
         error_feedback: bool = True,
         min_size: Optional[int] = None,
-        process_set=None,
+        process_set: Any = None,
         exchange: str = "auto",
         form: str = "planes",
         *,
@@ -94,7 +94,7 @@ class FEC(BatchCompressor):
         nesterov: bool = False,
         masking: bool = True,
         clip_norm: Optional[float] = None,
-    ):
+    ) -> None:
         given = [v is not None for v in (threshold, ratio, density)]
         if sum(given) > 1:
             raise ValueError(
@@ -203,7 +203,7 @@ class FEC(BatchCompressor):
 
     def state_dict(self) -> dict:
         """As for all compressors; what the thresholds follow from under ``"control"``."""
-        control = [c.state() for c in self._controls]
+        control: list = [c.state() for c in self._controls]
         return {**super().state_dict(), "control": control and [*control, self._asked()]}
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -223,7 +223,7 @@ class FEC(BatchCompressor):
         return self._density if self._ratio is None else self._ratio
 
     @tf.autograph.experimental.do_not_convert
-    def compress(self, tensor=None):
+    def compress(self, tensor: Any = None) -> Tuple[tf.Tensor, Any]:
         """As for all compressors; warns where momentum would be applied twice."""
         if isinstance(self, FEC) and self.momentum and not self._warned_momentum:
             kind = callsite.momentum_of_optimizer()

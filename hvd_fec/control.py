@@ -53,7 +53,7 @@ class ThresholdControl:
         cost: what a kept value takes of the goal, about, until that is known.
     """
 
-    def __init__(self, cost: float):
+    def __init__(self, cost: float) -> None:
         self._first_cost = cost
         self._lock = threading.Lock()
         self.reset()

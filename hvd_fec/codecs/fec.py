@@ -99,7 +99,9 @@ class FecCodec:
         """
         return self.encode_counting(x, residual)[0]
 
-    def encode_counting(self, x, residual: Optional[np.ndarray] = None) -> Tuple[np.ndarray, int]:
+    def encode_counting(
+        self, x: ArrayLike, residual: Optional[np.ndarray] = None
+    ) -> Tuple[np.ndarray, int]:
         """As :meth:`encode`; also counts the values from ``2**threshold`` plus a quarter of its
         power of two up. With the number of kept values, which the header has, that tells how
         their number changes with the threshold."""

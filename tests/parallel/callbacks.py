@@ -197,7 +197,8 @@ def at_step(step, folder, compressor=None, value=0.0):
     """A callback whose model has done so many steps and whose compressor holds a residual."""
     compressor = compressor or hvd_fec.FEC()
     residuals = {"kernel[0]": np.full(5, value + RANK, np.float32)}
-    compressor.load_state_dict({"residuals": residuals if value else {}, "steps": {}})
+    state = {"residuals": residuals if value else {}, "steps": {}, "control": []}
+    compressor.load_state_dict(state)
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(2)])
     model.compile(keras.optimizers.SGD(), "mse")
     model.optimizer.iterations.assign(step if RANK == 0 else 0)  # as before the broadcast

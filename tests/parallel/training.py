@@ -26,14 +26,14 @@ LR = 0.05
 class WholeCodec(FecCodec):
     """float32 values behind the usual header."""
 
-    def encode(self, x, residual=None):
+    def encode_counting(self, x, residual=None):
         values = np.asarray(x).astype(np.float32).reshape(-1)
         payload = np.empty(wire.HEADER.size + values.nbytes, np.uint8)
         sections = (values.nbytes, 0, 0)
         kind = wire.DTYPES["float32"]
         wire.Header(1, kind, 0, 0, values.size, values.size, sections).write(payload)
         payload[wire.HEADER.size :] = values.view(np.uint8)
-        return payload
+        return payload, values.size
 
     def decode_add(self, payload, out, scale=1.0):
         out += payload[wire.HEADER.size :].view(np.float32) * np.float32(scale)

@@ -135,7 +135,7 @@ def seeds(folder):
     state = io.BytesIO()
     meta = '{"format": "%s", "version": %d, "rank": 0, "ranks": 2, "compressor": "Holder", '
     meta = meta % (hvd_fec.checkpoint.FORMAT, hvd_fec.checkpoint.VERSION)
-    meta += '"config": {}, "keys": ["a"], "steps": {}}'
+    meta += '"config": {}, "keys": ["a"], "step": 0, "state": {"steps": {}, "control": []}}'
     np.savez(state, meta=meta, r0=np.ones(3, np.float32))
     made.append((checkpoint, state.getvalue()))
     for i, (target, data) in enumerate(made):
